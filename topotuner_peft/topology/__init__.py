@@ -1,0 +1,1 @@
+"""Row clouds, their persistence diagrams, and the distance between two diagrams."""
