@@ -1,0 +1,219 @@
+"""The PEFT model of the TopoTuner method."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.quantization_utils import get_quantization_kwargs, resolve_quantization_backend
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..projections import (
+    PROJECTIONS,
+    Projection,
+    count_parameters,
+    find_projections,
+    fingerprint,
+    fingerprint_differences,
+    match_ids,
+    matrix_modules,
+    split_id,
+    summarise_names,
+    text_config,
+)
+from .boundary import GradientBoundary
+from .config import TopoConfig
+from .layer import Rows, TopoLayer, TopoLinear
+
+
+class TopoModel(BaseTuner):
+    """A base model with full-rank deltas on the matrices that a profile or the configuration names.
+
+    Made by ``peft.get_peft_model(model, TopoConfig(...))``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The base model; its weights are frozen.
+    config : TopoConfig
+    adapter_name : str
+    low_cpu_mem_usage : bool
+        Make the deltas on the meta device, for loading.
+    """
+
+    prefix: str = "topotuner_"
+    tuner_layer_cls = TopoLayer
+    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Resolve the configuration for this model and add the deltas."""
+        # A copy: the caller may apply the same configuration, with its profile, to another model.
+        config = copy.copy(self.peft_config[adapter_name])
+        self.peft_config[adapter_name] = config
+        self._resolve(config, model)
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        if config.matrices is None:
+            config.matrices = sorted(_adapted_modules(model, adapter_name))
+        if config.base_fingerprint is None:
+            config.base_fingerprint = fingerprint(model, config.matrices)
+        GradientBoundary.install(model)
+
+    def _resolve(self, config: TopoConfig, model: nn.Module) -> None:
+        """Fill in ``matrices`` and ``target_modules`` from the profile, or check those that were saved."""
+        profile = config.load_profile()
+        if profile is not None:
+            names = {row.projection for row in profile.table.rows}
+            found = find_projections(model, projections=[name for name in PROJECTIONS if name in names])
+            model_type = getattr(text_config(getattr(model, "config", None)), "model_type", None)
+            chosen = profile.resolve(found, model_type=model_type, strict=config.strict)
+            chosen = [p for p in chosen if not _is_excluded(config, p.module)]
+            if not chosen:
+                raise ValueError(
+                    f"exclude_modules={config.exclude_modules!r} leaves none of the profile's "
+                    f"{len(profile.trained)} matrices to train."
+                )
+            config.matrices = sorted(projection.id for projection in chosen)
+            config.base_fingerprint = None
+            config.profile_summary = {
+                "base_model": profile.table.base.get("name"),
+                "prior_task": profile.prior_task,
+                "rule": profile.rule.to_dict(),
+                "share": sum(projection.size for projection in chosen) / count_parameters(model),
+            }
+        elif config.matrices is not None:
+            self._check_saved(config, model)
+        if config.matrices is not None:
+            config.target_modules = {split_id(name)[0] for name in config.matrices}
+
+    def _check_saved(self, config: TopoConfig, model: nn.Module) -> None:
+        if not config.matrices:
+            raise ValueError("The adapter's configuration has an empty list of matrices; it was not saved whole.")
+        available = list(matrix_modules(model))
+        modules = {name: split_id(name)[0] for name in config.matrices}
+        matched = match_ids(modules.values(), available)
+        missing = [name for name, module in modules.items() if matched[module] is None]
+        if missing:
+            raise ValueError(
+                f"The adapter trains {len(missing)} matrices that this model does not have, {missing[0]!r} among "
+                f"them; the model has {summarise_names(available)}. Load it on the base model it was made for"
+                + (f", {config.base_model_name_or_path!r}." if config.base_model_name_or_path else ".")
+            )
+        blocks = {name: split_id(name)[1] for name in config.matrices}
+        config.matrices = sorted(
+            matched[module] + (f"[{blocks[name]}]" if blocks[name] else "") for name, module in modules.items()
+        )
+        if config.base_fingerprint is not None:
+            differences = fingerprint_differences(config.base_fingerprint, fingerprint(model, config.matrices))
+            if differences:
+                warnings.warn(
+                    "The adapter was trained on another base model than this one: "
+                    f"{'; '.join(differences)}. Its deltas are added to weights they were not made for. Expected base: "
+                    f"{config.base_model_name_or_path or 'not recorded'}.",
+                    stacklevel=2,
+                )
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: TopoConfig, key: str) -> Any:
+        if peft_config.matrices is None:
+            return check_target_module_exists(peft_config, key)
+        # The list is resolved: exact paths only, so that no suffix catches a module of another tower.
+        return any(key == name.partition("[")[0] for name in peft_config.matrices)
+
+    def _create_and_replace(
+        self,
+        peft_config: TopoConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        rows = self._rows(peft_config, current_key)
+        if isinstance(target, TopoLayer):
+            target.update_layer(
+                adapter_name,
+                rows,
+                init_weights=peft_config.init_weights,
+                inference_mode=peft_config.inference_mode,
+            )
+            return
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        backend = resolve_quantization_backend(base)
+        linear = isinstance(base, nn.Linear | Conv1D) or (backend is not None and backend.layer_type == "linear")
+        if not linear:
+            raise TypeError(
+                f"{current_key!r} is a {type(base).__name__}; only linear layers (and GPT-2's Conv1D) have a matrix "
+                "that can be trained. Name others in `modules_to_save`, or leave them out."
+            )
+        if getattr(base, "tp_plan", None) or getattr(base, "_tp_info", None):
+            raise NotImplementedError(
+                f"{current_key!r} is split over devices by tensor parallelism, which deltas do not support."
+            )
+        new_module = TopoLinear(
+            target,
+            adapter_name,
+            rows,
+            init_weights=peft_config.init_weights,
+            **get_quantization_kwargs(self),
+        )
+        if adapter_name not in self.active_adapters:
+            new_module.requires_grad_(False)
+        self._replace_module(parent, target_name, new_module, target)
+
+    def _rows(self, config: TopoConfig, module: str) -> Rows:
+        """Return the rows of a fused module that the configuration trains, or None for the whole module."""
+        if config.matrices is None:
+            return None
+        blocks = {block for path, block in map(split_id, config.matrices) if path == module}
+        if not blocks or None in blocks:
+            return None
+        by_id: dict[str, Projection] = {p.id: p for p in find_projections(self.model)}
+        ranges = []
+        for block in sorted(blocks):
+            projection = by_id.get(f"{module}[{block}]")
+            if projection is None:
+                raise ValueError(f"{module!r} has no block {block!r} in this model.")
+            ranges.extend(projection.rows)
+        return _join(sorted(ranges))
+
+    def unload(self) -> nn.Module:
+        """Return the base model without the deltas."""
+        GradientBoundary.remove(self.model)
+        return super().unload()
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Add the deltas into the base weights and return the base model."""
+        GradientBoundary.remove(self.model)
+        return super().merge_and_unload(*args, **kwargs)
+
+
+def _join(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Join ranges that touch, so that q and k side by side are one block."""
+    joined = [ranges[0]]
+    for start, stop in ranges[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _is_excluded(config: TopoConfig, module: str) -> bool:
+    probe = copy.copy(config)
+    probe.target_modules = {module}
+    probe.layers_to_transform = None
+    probe.matrices = None
+    return not check_target_module_exists(probe, module)
+
+
+def _adapted_modules(model: nn.Module, adapter_name: str) -> list[str]:
+    return [
+        path
+        for path, module in matrix_modules(model).items()
+        if isinstance(module, TopoLayer) and adapter_name in module.topotuner_delta
+    ]
