@@ -1,0 +1,1 @@
+"""What each `topotuner` command does; the parser is in `topotuner_cli`."""

@@ -1,0 +1,251 @@
+"""How much the demo trains and scores, so that it fits into its time on the machine it runs on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Shares of the time that is left for training after scoring. The prior run happens once and the four methods
+# share the rest.
+_PRIOR_SHARE = 0.28
+# What the probe can't see: making models, building data sets, the diagrams, the report.
+_OVERHEAD_SECONDS = 75.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Examples, batch size and epochs of one training run.
+
+    Attributes
+    ----------
+    steps_per_epoch, batch_size, epochs : int
+    """
+
+    steps_per_epoch: int
+    batch_size: int
+    epochs: int
+
+    @property
+    def examples(self) -> int:
+        """Number of training examples."""
+        return self.steps_per_epoch * self.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Number of optimiser steps."""
+        return self.steps_per_epoch * self.epochs
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the sizes as JSON-able values."""
+        return {**asdict(self), "examples": self.examples}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a kind of run asks for.
+
+    Attributes
+    ----------
+    seconds : float
+        The time the whole run is fitted to.
+    target_epochs, prior_epochs : int
+    target_batch, prior_batch : int
+    test_rows, prior_test_rows, text_rows : int
+        How many examples score a model.
+    most_steps : int
+        Steps per epoch that a fast machine gets at most.
+    """
+
+    seconds: float
+    target_epochs: int
+    prior_epochs: int
+    target_batch: int
+    prior_batch: int
+    test_rows: int
+    prior_test_rows: int
+    text_rows: int
+    most_steps: int
+
+
+FULL = Limits(800, 4, 3, 16, 8, 256, 16, 16, 40)
+FAST = Limits(125, 3, 2, 8, 4, 32, 4, 4, 4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The demo's sizes and what they are expected to cost.
+
+    Attributes
+    ----------
+    prior, target : Sizes
+    limits : Limits
+    step_seconds : dict of str to float
+        Measured by the probe: ``prior``, ``topotuner``, ``lora``, ``full``, and ``scoring`` (one model).
+    estimate : dict of str to float
+        Expected seconds per stage.
+    """
+
+    prior: Sizes
+    target: Sizes
+    limits: Limits
+    step_seconds: dict[str, float]
+    estimate: dict[str, float]
+
+    def sentences(self) -> list[str]:
+        """Say what was chosen and why."""
+        minutes = sum(self.estimate.values()) / 60
+        steps = ", ".join(
+            f"{label} {self.step_seconds[key]:.1f} s"
+            for key, label in (("topotuner", "deltas"), ("lora", "LoRA"), ("full", "full fine-tuning"))
+        )
+        return [
+            f"One training step of {self.target.batch_size} reviews takes here: {steps}; one of "
+            f"{self.prior.batch_size} math problems {self.step_seconds['prior']:.1f} s; scoring one model about "
+            f"{self.step_seconds['scoring']:.0f} s.",
+            f"To fit {self.limits.seconds / 60:.0f} minutes, every method trains on the same {self.target.examples} "
+            f"reviews ({self.target.steps_per_epoch} steps an epoch, at most {self.target.epochs} epochs); the prior "
+            f"run on {self.prior.examples} math problems, {self.prior.epochs} epochs.",
+            f"Every model is scored on {self.limits.test_rows} held-out reviews, {self.limits.prior_test_rows} math "
+            f"problems and {self.limits.text_rows} pieces of text. Expected to take {minutes:.0f} minutes in all.",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-able values."""
+        return {
+            "prior": self.prior.to_dict(),
+            "target": self.target.to_dict(),
+            "limits": asdict(self.limits),
+            "step_seconds": self.step_seconds,
+            "estimate": self.estimate,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """Return the plan that `to_dict` wrote."""
+        prior, target = (
+            Sizes(**{k: v for k, v in values[name].items() if k != "examples"}) for name in ("prior", "target")
+        )
+        return cls(prior, target, Limits(**values["limits"]), dict(values["step_seconds"]), dict(values["estimate"]))
+
+
+def make_plan(step_seconds: Mapping[str, float], limits: Limits) -> Plan:
+    """Fit the sizes into the time.
+
+    Parameters
+    ----------
+    step_seconds : mapping of str to float
+        Seconds of one training step per method, see `Plan`.
+    limits : Limits
+
+    Returns
+    -------
+    Plan
+        With at least two steps an epoch, also where that takes longer than asked; ``estimate`` says so.
+    """
+    scoring = 5 * step_seconds["scoring"]  # base, topotuner, random, lora, full
+    left = max(limits.seconds - _OVERHEAD_SECONDS - scoring, 0.0)
+    per_prior_epoch = left * _PRIOR_SHARE / limits.prior_epochs
+    target_step = 2 * step_seconds["topotuner"] + step_seconds["lora"] + step_seconds["full"]
+    per_target_epoch = left * (1 - _PRIOR_SHARE) / limits.target_epochs
+    prior = Sizes(
+        min(max(2, int(per_prior_epoch / step_seconds["prior"])), limits.most_steps),
+        limits.prior_batch,
+        limits.prior_epochs,
+    )
+    target = Sizes(
+        min(max(2, int(per_target_epoch / target_step)), limits.most_steps), limits.target_batch, limits.target_epochs
+    )
+    estimate = {
+        "prior": prior.steps * step_seconds["prior"],
+        "topotuner": target.steps * step_seconds["topotuner"],
+        "random": target.steps * step_seconds["topotuner"],
+        "lora": target.steps * step_seconds["lora"],
+        "full": target.steps * step_seconds["full"],
+        "scoring": scoring,
+        "other": _OVERHEAD_SECONDS,
+    }
+    return Plan(prior, target, limits, dict(step_seconds), estimate)
+
+
+def time_steps(model: nn.Module, batch: Mapping[str, Any], *, repeats: int = 2) -> float:
+    """Return the median seconds of one training step, after a first one that is not counted.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What requires grad trains.
+    batch : mapping
+        ``input_ids``, ``attention_mask`` and ``labels``, each (batch, tokens).
+    repeats : int
+        Steps that are timed.
+    """
+    import torch
+
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    model.train()
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        model(**batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def time_forward(model: nn.Module, batch: Mapping[str, Any]) -> float:
+    """Return the seconds of one forward pass without gradients, after a first one that is not counted."""
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        model(**batch)
+        started = time.perf_counter()
+        model(**batch)
+    return time.perf_counter() - started
+
+
+def probe(load: Callable[[], nn.Module], target_batch: Mapping[str, Any], prior_batch: Mapping[str, Any]) -> dict[str, float]:
+    """Time a training step of each kind of method and the forward pass.
+
+    Parameters
+    ----------
+    load : callable
+        Returns a fresh base model.
+    target_batch, prior_batch : mapping
+        One batch of either task.
+
+    Returns
+    -------
+    dict of str to float
+        Seconds: ``full``, ``lora``, ``topotuner``, ``prior`` per step, ``forward_per_token``.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    from ..projections import find_projections
+    from ..tuner import TopoConfig
+
+    model = load()
+    seconds = {"forward_per_token": time_forward(model, target_batch) / target_batch["input_ids"].numel()}
+    found = find_projections(model)
+    attention = sorted({p.module for p in found})
+    # Before the drift is known: v and o of every sixth layer from the first, a delta at every depth.
+    few = sorted({p.module for p in found if p.projection in "vo" and p.layer % 6 == 0})
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=attention, task_type="CAUSAL_LM")
+    for name, config, batch in (
+        ("lora", lora, target_batch),
+        ("topotuner", TopoConfig(target_modules=few, task_type="CAUSAL_LM"), target_batch),
+        ("prior", TopoConfig(target_modules=attention, task_type="CAUSAL_LM"), prior_batch),
+    ):
+        adapted = get_peft_model(model, config)
+        seconds[name] = time_steps(adapted, batch)
+        model = adapted.unload()
+    model.requires_grad_(True)
+    seconds["full"] = time_steps(model, target_batch)
+    return seconds
