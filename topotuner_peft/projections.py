@@ -553,8 +553,9 @@ def fingerprint_differences(expected: Mapping[str, Any], found: Mapping[str, Any
     if not ours or not theirs:
         return differences
     by_path = dict(theirs)
+    matched = match_ids([path for path, _ in ours], by_path)
     for path, values in ours:
-        other = by_path.get(path)
+        other = by_path.get(matched[path])
         if other is None:
             continue
         scale = max(abs(value) for value in values)

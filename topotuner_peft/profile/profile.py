@@ -286,8 +286,9 @@ class FreezingProfile:
         ValueError
             If it is no profile, or one of a newer schema.
         """
-        if values.get("kind") != _KIND:
-            raise ValueError(f"This is no freezing profile: its kind is {values.get('kind')!r}.")
+        kind = values.get("kind") if isinstance(values, Mapping) else None
+        if kind != _KIND:
+            raise ValueError(f"This is no freezing profile: its kind is {kind!r}, expected {_KIND!r}.")
         if values["schema"] > SCHEMA:
             raise ValueError(
                 f"This freezing profile has schema {values['schema']}; this version of topotuner_peft reads up to "
@@ -350,7 +351,12 @@ class FreezingProfile:
             raise ValueError(
                 f"{path} is not JSON ({error}); expected a profile that FreezingProfile.save wrote."
             ) from error
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except KeyError as error:
+            raise ValueError(f"{path} is no whole freezing profile: it lacks {error}.") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Upload the profile as ``profile.json`` to a Hub model repository, made if need be.

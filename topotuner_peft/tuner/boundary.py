@@ -51,8 +51,11 @@ class GradientBoundary:
         for index, layer in enumerate(found[1]):
             layer.__class__ = _guarded_class(type(layer))
             layer.__dict__["_topotuner_guard"] = (boundary, index)
-        handle = model.register_forward_pre_hook(boundary.before_forward, with_kwargs=True)
-        model.__dict__[_HOOK] = (boundary, handle)
+        handles = (
+            model.register_forward_pre_hook(boundary.before_forward, with_kwargs=True),
+            model.register_forward_hook(boundary.after_forward, always_call=True),
+        )
+        model.__dict__[_HOOK] = (boundary, handles)
 
     @staticmethod
     def remove(model: nn.Module) -> None:
@@ -60,11 +63,13 @@ class GradientBoundary:
         installed = model.__dict__.pop(_HOOK, None)
         if installed is None:
             return
-        boundary, handle = installed
-        handle.remove()
+        boundary, handles = installed
+        for handle in handles:
+            handle.remove()
         for layer in boundary._layers:
-            layer.__class__ = type(layer)._topotuner_unguarded
-            del layer.__dict__["_topotuner_guard"]
+            # A layer that was copied or pickled in its own way may have lost its guard.
+            if layer.__dict__.pop("_topotuner_guard", None) is not None:
+                layer.__class__ = type(layer)._topotuner_unguarded
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the boundary for the forward pass that begins."""
@@ -85,6 +90,10 @@ class GradientBoundary:
         outside = (p for p in model.parameters() if p.requires_grad and id(p) not in inside and id(p) not in above)
         if next(outside, None) is None and lowest is not None:
             self.lowest = lowest
+
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forget the boundary: layers called in another way than through the model run as without us."""
+        self.lowest = None
 
 
 def _layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -132,7 +141,7 @@ def _guarded_class(cls: type[nn.Module]) -> type[nn.Module]:
             (cls,),
             {
                 "__call__": _guarded_call,
-                "__reduce__": _guarded_reduce,
+                "__reduce_ex__": _guarded_reduce,
                 "__module__": cls.__module__,
                 "__qualname__": cls.__qualname__,
                 "__doc__": cls.__doc__,
@@ -144,14 +153,15 @@ def _guarded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _guarded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = type(self)._topotuner_unguarded.__call__
-    boundary, index = self.__dict__["_topotuner_guard"]
-    if boundary.lowest is None or index > boundary.lowest or not torch.is_grad_enabled():
+    boundary, index = self.__dict__.get("_topotuner_guard", (None, 0))
+    if boundary is None or boundary.lowest is None or index > boundary.lowest or not torch.is_grad_enabled():
         return call(self, *args, **kwargs)
     if index < boundary.lowest:
         with torch.no_grad():
             return _call_without_checkpointing(call, self, args, kwargs)
     leaf = _needs_leaf(self)
-    args = tuple(_cut(value, leaf) for value in args)
+    # Of the positional arguments the first is the hidden states; a mask that requires grad would slow attention down.
+    args = tuple(_cut(value, leaf and position == 0) for position, value in enumerate(args))
     kwargs = {name: _cut(value, leaf and name == "hidden_states") for name, value in kwargs.items()}
     return call(self, *args, **kwargs)
 
@@ -182,11 +192,17 @@ def _cut(value: Any, leaf: bool) -> Any:
     return value.requires_grad_() if leaf else value
 
 
-def _guarded_reduce(self: nn.Module) -> Any:
-    # The dynamic class can't be found by name; a pickled or copied layer is unguarded until it is adapted again.
-    state = {name: value for name, value in self.__dict__.items() if name != "_topotuner_guard"}
-    return _new_unguarded, (type(self)._topotuner_unguarded,), state
+def _guarded_reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    # The dynamic class can't be found by name, so what the layer's own class says is wrapped: a copied or pickled
+    # model keeps its boundary.
+    guarded, unguarded = type(self), type(self)._topotuner_unguarded
+    function, args, *rest = unguarded.__reduce_ex__(self, protocol)
+    function = unguarded if function is guarded else function
+    args = tuple(unguarded if value is guarded else value for value in args)
+    return (_rebuild_guarded, (function, args), *rest)
 
 
-def _new_unguarded(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
+def _rebuild_guarded(function: Any, args: tuple[Any, ...]) -> nn.Module:
+    layer = function(*args)
+    layer.__class__ = _guarded_class(type(layer))
+    return layer

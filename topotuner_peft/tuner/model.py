@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.quantization_utils import get_quantization_kwargs, resolve_quantization_backend
@@ -22,18 +24,21 @@ from ..projections import (
     match_ids,
     matrix_modules,
     split_id,
+    strip_wrappers,
     summarise_names,
     text_config,
 )
 from .boundary import GradientBoundary
 from .config import TopoConfig
-from .layer import Rows, TopoLayer, TopoLinear
+from .layer import DeltaLinear, Rows, TopoLayer, TopoLinear
 
 
 class TopoModel(BaseTuner):
     """A base model with full-rank deltas on the matrices that a profile or the configuration names.
 
-    Made by ``peft.get_peft_model(model, TopoConfig(...))``.
+    Made by ``peft.get_peft_model(model, TopoConfig(...))``. Saving writes what trains: embeddings that were resized
+    but do not train stay out of the file, whatever PEFT's ``save_embedding_layers`` says. To keep them, name them in
+    ``modules_to_save``, or single rows in ``trainable_token_indices``.
 
     Parameters
     ----------
@@ -70,6 +75,7 @@ class TopoModel(BaseTuner):
             found = find_projections(model, projections=[name for name in PROJECTIONS if name in names])
             model_type = getattr(text_config(getattr(model, "config", None)), "model_type", None)
             chosen = profile.resolve(found, model_type=model_type, strict=config.strict)
+            _warn_of_other_weights(profile.table.base, model, found)
             chosen = [p for p in chosen if not _is_excluded(config, p.module)]
             if not chosen:
                 raise ValueError(
@@ -118,10 +124,15 @@ class TopoModel(BaseTuner):
 
     @staticmethod
     def _check_target_module_exists(peft_config: TopoConfig, key: str) -> Any:
+        key = strip_wrappers(key)
         if peft_config.matrices is None:
             return check_target_module_exists(peft_config, key)
         # The list is resolved: exact paths only, so that no suffix catches a module of another tower.
-        return any(key == name.partition("[")[0] for name in peft_config.matrices)
+        if any(key == split_id(name)[0] for name in peft_config.matrices):
+            return True
+        excluded = check_target_module_exists(peft_config, key) if peft_config.exclude_modules else False
+        # PEFT counts what was excluded, and warns if nothing was.
+        return False if excluded else excluded
 
     def _create_and_replace(
         self,
@@ -133,7 +144,7 @@ class TopoModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        rows = self._rows(peft_config, current_key)
+        rows = self._rows(peft_config, strip_wrappers(current_key))
         if isinstance(target, TopoLayer):
             target.update_layer(
                 adapter_name,
@@ -183,13 +194,69 @@ class TopoModel(BaseTuner):
 
     def unload(self) -> nn.Module:
         """Return the base model without the deltas."""
+        plain = super().unload()
         GradientBoundary.remove(self.model)
-        return super().unload()
+        return plain
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Add the deltas into the base weights and return the base model."""
+        plain = super().merge_and_unload(*args, **kwargs)
         GradientBoundary.remove(self.model)
-        return super().merge_and_unload(*args, **kwargs)
+        return plain
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: TopoConfig, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        ours = super()._get_adapter_state_dict(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
+        )
+        shapes = {path: (delta.out_features, delta.in_features) for path, delta in _deltas(model, adapter_name).items()}
+        for key, tensor in ours.items():
+            path = _delta_path(key)
+            if tuple(tensor.shape) != shapes[path]:
+                raise ValueError(
+                    f"The delta of {path!r} to save has shape {tuple(tensor.shape)}, not {shapes[path]}: it is sharded. "
+                    "Let the Trainer save, or gather the parameters first (ZeRO-3: "
+                    "`deepspeed.zero.GatheredParameters`; FSDP: a full state dict)."
+                )
+        # PEFT adds the embeddings to the file once their number of rows differs from the base model's, trained or
+        # not (peft/utils/save_and_load.py), and takes them from this dictionary.
+        for key in _frozen_embedding_keys(model, state_dict):
+            del state_dict[key]
+        return ours
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # PEFT maps names through here in both directions, so files are free of what torch.compile inserts.
+        key = super()._remove_adapter_name_from_key(key, adapter_name)
+        return key.replace("_orig_mod.", "") if f".{cls.prefix}" in key else key
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: TopoConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        # PEFT ignores keys that have no place, and the Trainer, resuming, those that are missing as well.
+        saved = {_delta_path(key) for key in state_dict if f".{cls.prefix}" in key}
+        here = _deltas(model, adapter_name).keys()
+        remedy = (
+            "Load it with `PeftModel.from_pretrained`, or resume with the matrices it was trained with: those in the "
+            "`adapter_config.json` beside it."
+        )
+        if saved - here:
+            raise ValueError(
+                f"The file holds other matrices than adapter {adapter_name!r}: {len(saved - here)} have no place here, "
+                f"{min(saved - here)!r} among them. {remedy}"
+            )
+        if here - saved:
+            raise ValueError(
+                f"The file lacks {len(here - saved)} of the {len(here)} matrices of adapter {adapter_name!r}, "
+                f"{min(here - saved)!r} among them. {remedy}"
+            )
+        cleaned = {
+            key.replace("_orig_mod.", "") if f".{cls.prefix}" in key else key: v for key, v in state_dict.items()
+        }
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, cleaned)
 
 
 def _join(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -201,6 +268,45 @@ def _join(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             joined.append((start, stop))
     return tuple(joined)
+
+
+def _warn_of_other_weights(measured_on: Mapping[str, Any], model: nn.Module, found: list[Projection]) -> None:
+    expected = (measured_on.get("fingerprint") or {}).get("sample")
+    differences = fingerprint_differences({"sample": expected}, fingerprint(model, [p.id for p in found]))
+    if differences:
+        warnings.warn(
+            f"The profile was measured on {measured_on.get('name') or 'a model'} with other weights than this model's: "
+            f"{differences[0]}. Its choice is used as it is; for one of this model's own, measure the drift here.",
+            stacklevel=2,
+        )
+
+
+def _deltas(model: nn.Module, adapter_name: str) -> dict[str, DeltaLinear]:
+    """Return an adapter's deltas by the path of the matrix's module in the base model."""
+    return {
+        strip_wrappers(path): module.topotuner_delta[adapter_name]
+        for path, module in model.named_modules()
+        if isinstance(module, TopoLayer) and adapter_name in module.topotuner_delta
+    }
+
+
+def _delta_path(key: str) -> str:
+    """Return the path of the matrix's module from a key of a state dict or file."""
+    return strip_wrappers(key.rpartition(f".{TopoModel.prefix}")[0])
+
+
+def _frozen_embedding_keys(model: nn.Module, state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the keys of embeddings and output head, where nothing of them trains and no other adapter holds them."""
+    if not hasattr(model, "get_input_embeddings"):
+        return []
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    frozen = [
+        module
+        for module in embeddings
+        if isinstance(module, nn.Embedding | nn.Linear) and not any(p.requires_grad for p in module.parameters())
+    ]
+    prefixes = tuple(f"{path}." for path, module in model.named_modules() if any(module is m for m in frozen))
+    return [key for key in state_dict if prefixes and key.startswith(prefixes)]
 
 
 def _is_excluded(config: TopoConfig, module: str) -> bool:
