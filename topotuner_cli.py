@@ -32,7 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
         "compare the result with LoRA, full fine-tuning and a random choice. Leaves report.html in the output folder. "
         "Stopped with Ctrl-C it goes on where it was when called again.",
     )
-    demo.add_argument("--fast", action="store_true", help="two to three minutes: shows that it runs, not what it can do")
+    demo.add_argument(
+        "--fast", action="store_true", help="two to three minutes: shows that it runs, not what it can do"
+    )
     demo.add_argument("--model", metavar="NAME", help="folder or Hub id of another causal language model")
     demo.add_argument(
         "--output-dir", metavar="DIR", default="topotuner-demo", help="where results go (default: %(default)s)"

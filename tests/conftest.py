@@ -39,3 +39,12 @@ def tiny_tokenizer():
     words = "the film was good and the story was bad, yes yes no no no Review: Sentiment: Question: Answer: "
     tokenizer.train_from_iterator([words * 20], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def real_matrix(smollm2_dir):
+    """The v_proj of layer 12 of SmolLM2-135M, (192, 576) float32."""
+    from safetensors import safe_open
+
+    with safe_open(smollm2_dir / "model.safetensors", framework="numpy") as file:
+        return file.get_tensor("model.layers.12.self_attn.v_proj.weight")

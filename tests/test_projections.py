@@ -7,6 +7,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, build
+
 from topotuner_peft.projections import (
     count_parameters,
     describe_projections,
@@ -131,7 +132,9 @@ def test_bare_causal_and_multimodal_paths_are_one_matrix():
 
 def test_an_ambiguous_match_is_refused():
     with pytest.raises(ValueError, match=r"fits several"):
-        match_ids(["layers.0.self_attn.q_proj"], ["encoder.layers.0.self_attn.q_proj", "decoder.layers.0.self_attn.q_proj"])
+        match_ids(
+            ["layers.0.self_attn.q_proj"], ["encoder.layers.0.self_attn.q_proj", "decoder.layers.0.self_attn.q_proj"]
+        )
 
 
 def test_a_vision_tower_is_left_out():

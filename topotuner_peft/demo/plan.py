@@ -211,7 +211,9 @@ def time_forward(model: nn.Module, batch: Mapping[str, Any]) -> float:
     return time.perf_counter() - started
 
 
-def probe(load: Callable[[], nn.Module], target_batch: Mapping[str, Any], prior_batch: Mapping[str, Any]) -> dict[str, float]:
+def probe(
+    load: Callable[[], nn.Module], target_batch: Mapping[str, Any], prior_batch: Mapping[str, Any]
+) -> dict[str, float]:
     """Time a training step of each kind of method and the forward pass.
 
     Parameters

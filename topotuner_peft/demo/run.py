@@ -281,9 +281,7 @@ class _Demo:
         from ..tasks import get_task
 
         table = DriftTable.from_dict(prior["drift"])
-        profile = FreezingProfile.from_drift(
-            table, budget=BUDGET, prior_task=get_task("math_word_problems").title
-        )
+        profile = FreezingProfile.from_drift(table, budget=BUDGET, prior_task=get_task("math_word_problems").title)
         table.save(self.folder / "drift.json")
         profile.save(self.folder / "profile.json")
         for theme, name in (("light", "drift.png"), ("dark", "drift-dark.png")):
@@ -530,9 +528,7 @@ def _short(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_summary(run) -> dict[str, Any]:
-    return {
-        name: getattr(run, name) for name in ("seconds", "step_seconds", "steps", "epochs", "trainable", "losses")
-    }
+    return {name: getattr(run, name) for name in ("seconds", "step_seconds", "steps", "epochs", "trainable", "losses")}
 
 
 def _folder_size(folder: Path) -> int:

@@ -4,12 +4,13 @@
 [1]_, and one class, the whole cloud, never dies. Which edges the tree has is found from distances by matrix
 product in float32, the same on a CPU and a GPU; their lengths are computed again from the rows in float64.
 
-*How exact that is.* If every float32 distance is off by at most ε, the sorted float32 tree is within ε of the true
-one (stability of persistence [2]_), and the true lengths of its edges are within ε of that. No spanning tree's
-sorted edges lie below the minimum tree's. So every death is at least the true one and at most 2ε above it. For
-cosine distances of rows in d columns ε ≤ (d + 3)·2⁻²⁴ (rounding of a dot product of unit vectors [3]_), in
-practice a hundredth of that; and an edge is only ever another one at near-ties. ``precision="float64"`` makes
-ε about 10⁻¹³.
+*How exact that is.* The tree is that of the squared distances of the centred points (unit rows for the metrics of
+angles, whose squared chord is 2 − 2 cos). If each is off by at most ε, the sorted edges of the tree so found are
+within ε of the true ones (stability of persistence [2]_), and their true lengths within ε of that. No spanning
+tree's sorted edges lie below the minimum tree's. So every squared death is at least the true one and at most 2ε
+above it, with ε ≤ 2(d + 6)·2⁻²⁴·r² for d columns and points within r of their mean (rounding of a dot product
+[3]_): the worst case, in practice a hundredth of it, and an edge is another one at near-ties only.
+``precision="float64"`` has 2⁻⁵³ for 2⁻²⁴.
 
 *Dimensions 1 and up* come from GUDHI's `RipsPersistence`, over the field of two elements.
 
@@ -147,7 +148,7 @@ class _Cloud:
     Attributes
     ----------
     points : torch.Tensor, (n, d) float64
-        Unit rows for the angle metrics (rows of zeros stay), else rows centred and scaled by a power of two.
+        The rows, scaled by a power of two; for the metrics of angles, the unit rows, and 0 for rows of zeros.
     zero : torch.Tensor, (n,) bool
         Rows without a direction.
     """
@@ -159,12 +160,10 @@ class _Cloud:
         self.scale = 1.0
         if metric == "euclidean":
             self.zero = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-            # Distances by matrix product lose what lies below the norms' rounding: a common offset must go first.
-            # A power of two, so that scaling is exact; without it squares of tiny weights vanish.
+            # Squares of tiny weights would vanish. A power of two, so that scaling is exact.
             largest = rows.abs().max().item()
             self.scale = 2.0 ** np.frexp(largest)[1] if largest else 1.0
-            rows = rows / self.scale
-            self.points = rows - rows.mean(dim=0)
+            self.points = rows / self.scale
         else:
             largest = rows.abs().amax(dim=1, keepdim=True)
             self.zero = largest[:, 0] == 0
@@ -184,23 +183,23 @@ class _Cloud:
         part.metric, part.scale, part.points, part.zero = self.metric, self.scale, self.points[at], self.zero[at]
         return part
 
-    def comparable(self, dtype: torch.dtype, block_size: int) -> np.ndarray:
-        """Return an (n, n) matrix that orders pairs as their distances do: 1 − cos, or the squared distance."""
+    def squared_distances(self, dtype: torch.dtype, block_size: int) -> np.ndarray:
+        """Return the (n, n) squared distances between the points, by matrix product in ``dtype``."""
         import torch
 
-        points = self.points.to(dtype)
+        # A product loses what lies below the rounding of the norms, so what all points share must go first.
+        points = (self.points - self.points.mean(dim=0)).to(dtype)
         n = len(points)
         squares = (points.double() ** 2).sum(dim=1).to(dtype)
         result = np.empty((n, n), dtype=np.float32 if dtype == torch.float32 else np.float64)
         with _exact_products(points.device.type):
             for start in range(0, n, block_size):
                 part = slice(start, min(start + block_size, n))
-                products = points[part] @ points.T  # (block, n)
-                if self.metric == "euclidean":
-                    block = squares[part, None] + squares[None, :] - 2 * products
-                else:
-                    block = 1 - products
-                    block[self.zero[part][:, None] & self.zero[None, :]] = 0
+                block = squares[part, None] + squares[None, :] - 2 * (points[part] @ points.T)  # (block, n)
+                if self.zero.any():
+                    zero, other = self.zero[part, None], self.zero[None, :]
+                    block[zero ^ other] = 2  # as for orthogonal unit rows
+                    block[zero & other] = 0
                 result[part] = block.clamp_(min=0).cpu().numpy()
         np.fill_diagonal(result, 0)
         return result
@@ -231,7 +230,7 @@ class _Cloud:
 
 def _dimension_zero(cloud: _Cloud, dtype: torch.dtype, block_size: int) -> np.ndarray:
     """Return the (n, 2) diagram: n − 1 finite bars in ascending order and the essential class."""
-    left, right = _spanning_tree(cloud.comparable(dtype, block_size))
+    left, right = _spanning_tree(cloud.squared_distances(dtype, block_size))
     deaths = np.append(np.sort(cloud.lengths(left, right, block_size)), np.inf)
     return np.column_stack([np.zeros_like(deaths), deaths])
 
@@ -256,9 +255,7 @@ def _spanning_tree(distances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return left, right
 
 
-def _higher_dimension(
-    cloud: _Cloud, dimension: int, limit: int, seed: int, block_size: int, label: str
-) -> np.ndarray:
+def _higher_dimension(cloud: _Cloud, dimension: int, limit: int, seed: int, block_size: int, label: str) -> np.ndarray:
     """Return the (m, 2) diagram of one dimension from 1, by GUDHI."""
     import torch
     from gudhi.sklearn import RipsPersistence
@@ -275,12 +272,13 @@ def _higher_dimension(
         n = limit
     if n < dimension + 2:
         return np.empty((0, 2))
-    distances = cloud.comparable(torch.float64, block_size)
+    squared = cloud.squared_distances(torch.float64, block_size)
     if cloud.metric == "euclidean":
-        distances = np.sqrt(distances) * cloud.scale
-    elif cloud.metric == "angular":
-        distances = np.arccos(np.clip(1 - distances, -1, 1))
-        np.fill_diagonal(distances, 0)
+        distances = np.sqrt(squared) * cloud.scale
+    elif cloud.metric == "cosine":
+        distances = squared / 2
+    else:
+        distances = 2 * np.arcsin(np.minimum(np.sqrt(squared) / 2, 1))
     # Only one triangle is read, so products that differ in the last bit do not matter.
     rips = RipsPersistence(
         homology_dimensions=[dimension], input_type="lower distance matrix", homology_coeff_field=2, n_jobs=1
