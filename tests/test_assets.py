@@ -77,6 +77,16 @@ def test_fetch_keeps_the_one_file_and_says_one_line(tmp_path, index, capsys):
         assert part in said
 
 
+def test_fetch_keeps_a_whole_wheel_where_no_member_is_named(tmp_path, index):
+    content = make_wheel(index).read_bytes()
+    whole = dataclasses.replace(ASSET, member="", size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    path = fetch(whole, tmp_path / "cache")
+    assert path.name == "tiny-data-1.2.whl"
+    assert path.read_bytes() == content
+    with pytest.raises(AssetError, match="The wheel tiny_data-1.2-py3-none-any.whl has sha256"):
+        fetch(dataclasses.replace(whole, sha256="0" * 64), tmp_path / "other")
+
+
 def test_a_cached_file_is_used_without_pip_or_a_word(tmp_path, no_pip_run):
     path = ASSET.path(tmp_path)
     path.parent.mkdir(parents=True)

@@ -3,6 +3,8 @@ import csv
 import hashlib
 import io
 import re
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -69,6 +71,18 @@ def test_wrong_requests(name, arguments, message):
 
 
 # Math word problems
+
+
+def test_an_installed_reasoning_gym_is_left_alone(monkeypatch):
+    mine, part = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.utils")
+    monkeypatch.setitem(sys.modules, "reasoning_gym", mine)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", part)
+    math_word_problems._generator.cache_clear()
+    assert len(rows_of("math_word_problems", "train", 3)) == 3
+    assert {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "reasoning_gym"} == {
+        "reasoning_gym": mine,
+        "reasoning_gym.utils": part,
+    }
 
 
 def test_math_rows():
@@ -186,7 +200,7 @@ def test_general_text():
     assert "Gutenberg" not in text
     assert "Redactor" not in text
     # No word is lost where the story is cut.
-    assert text.split() == general_text._story().split()
+    assert text.split() == general_text._story(None).split()
 
 
 def test_general_text_sample():

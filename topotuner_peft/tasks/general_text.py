@@ -9,15 +9,16 @@ A model may well have met the story in its pretraining. That is no harm here: wh
 worse a model predicts it after fine-tuning than before, not how well it does.
 """
 
-import importlib.util
 import random
 import re
+import zipfile
 from pathlib import Path
 
+from topotuner_peft.demo.assets import REASONING_GYM, fetch
 from topotuner_peft.tasks import Task, check_request
 
 CHUNK = 512
-_FILE = "data/in_the_year_2889.txt"
+_FILE = "reasoning_gym/data/in_the_year_2889.txt"
 # The title with a full stop stands between the redactor's note and the first sentence.
 _START = "\nIN THE YEAR 2889.\n"
 _END = "\nEnd of Project Gutenberg's In the Year 2889"
@@ -35,7 +36,7 @@ def load(split: str = "test", size: int | None = None, seed: int = 0, cache_dir:
     seed : int, default 0
         Which chunks, where fewer than all are asked for. They come in the story's order.
     cache_dir : path-like, optional
-        Not used, as nothing is downloaded; every loader takes it.
+        Where the package's wheel is kept, see `topotuner_peft.demo.assets`.
 
     Returns
     -------
@@ -46,13 +47,11 @@ def load(split: str = "test", size: int | None = None, seed: int = 0, cache_dir:
     ------
     ValueError
         If the split is not "test", the seed is negative, or more chunks are asked for than there are.
-    ModuleNotFoundError
-        If ``reasoning-gym`` is not installed.
-    RuntimeError
-        If its file is not the one that is known here.
+    topotuner_peft.demo.assets.AssetError
+        If the wheel cannot be fetched.
     """
     check_request(TASK.name, split, TASK.splits, size, seed)
-    chunks = _chunks(_story())
+    chunks = _chunks(_story(cache_dir))
     if size is not None and size > len(chunks):
         raise ValueError(f"general_text has {len(chunks)} chunks: ask for no more, not {size}.")
     if size is not None:
@@ -66,21 +65,11 @@ def _chunks(text: str) -> list[str]:
     return re.findall(rf"\S(?:.{{0,{CHUNK - 2}}}\S)?(?=\s|$)", text, flags=re.DOTALL)
 
 
-def _story() -> str:
+def _story(cache_dir: Path | None) -> str:
     """Read the story, one line per paragraph, with an empty line between two."""
-    # Found without importing the package, which takes a second and is not needed.
-    found = importlib.util.find_spec("reasoning_gym")
-    if found is None:
-        raise ModuleNotFoundError(
-            'The general text comes with reasoning-gym: run `pip install "topotuner-peft[demo]"`.'
-        )
-    path = Path(found.submodule_search_locations[0]) / _FILE
-    _, start, rest = path.read_text(encoding="utf-8").partition(_START)
-    story, end, _ = rest.partition(_END)
-    if not start or not end:
-        raise RuntimeError(
-            f"{path} does not have the headings it is known by: install reasoning-gym 0.1.25, whose file has."
-        )
+    with zipfile.ZipFile(fetch(REASONING_GYM, cache_dir)) as wheel:
+        text = wheel.read(_FILE).decode("utf-8").replace("\r\n", "\n")
+    story = text.partition(_START)[2].partition(_END)[0]
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", story.strip()))
 
 

@@ -1,4 +1,4 @@
-r"""Math word problems with worked solutions, made on the spot by the package ``reasoning-gym``.
+r"""Math word problems with worked solutions, made on the spot by the package ``reasoning-gym`` 0.1.25.
 
 The texts are GSM8K-style questions from the generator ``gsm_symbolic``; a completion is the worked solution
 and ends in ``#### N``. Any number of them can be had.
@@ -26,9 +26,14 @@ References
 """
 
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
+from topotuner_peft.demo.assets import REASONING_GYM, fetch
 from topotuner_peft.tasks import SPLITS, Task, check_request, split_of
 
 _SUFFIX = " Give the result as your final answer. Do not include units."
@@ -51,7 +56,7 @@ def load(split: str, size: int | None = 1000, seed: int = 0, cache_dir: Path | N
     seed : int, default 0
         Which rows, below a million. With the same seed, a smaller request is the beginning of a larger one.
     cache_dir : path-like, optional
-        Not used, as nothing is downloaded; every loader takes it.
+        Where the package's wheel is kept, see `topotuner_peft.demo.assets`.
 
     Returns
     -------
@@ -63,8 +68,8 @@ def load(split: str, size: int | None = 1000, seed: int = 0, cache_dir: Path | N
     ------
     ValueError
         If the split is unknown, or size or seed is out of range.
-    ModuleNotFoundError
-        If ``reasoning-gym`` is not installed.
+    topotuner_peft.demo.assets.AssetError
+        If the wheel cannot be fetched.
     """
     check_request(TASK.name, split, SPLITS, size, seed)
     if size is None or size > 100_000:
@@ -72,7 +77,7 @@ def load(split: str, size: int | None = 1000, seed: int = 0, cache_dir: Path | N
     if seed >= _SEEDS_PER_SPLIT:
         raise ValueError(f"seed must be below {_SEEDS_PER_SPLIT}, got {seed}.")
     rows = {}
-    for question, solution, answer in _problems(split, seed):
+    for question, solution, answer in _problems(split, seed, cache_dir):
         if split_of(question) != split or _NOISE.search(solution):
             continue
         row = {
@@ -88,19 +93,42 @@ def load(split: str, size: int | None = 1000, seed: int = 0, cache_dir: Path | N
     )
 
 
-def _problems(split: str, seed: int) -> Iterator[tuple[str, str, str]]:
+def _problems(split: str, seed: int, cache_dir: Path | None) -> Iterator[tuple[str, str, str]]:
     """Yield question, worked solution without its last line, and answer, from this split's and seed's range."""
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'Math word problems need reasoning-gym: run `pip install "topotuner-peft[demo]"`.'
-        ) from error
-
+    module, templates = _generator(fetch(REASONING_GYM, cache_dir))
     start = (SPLITS.index(split) * _SEEDS_PER_SPLIT + seed) * _ROWS_PER_SEED
-    for row in reasoning_gym.create_dataset("gsm_symbolic", seed=start, size=_ROWS_PER_SEED):
+    rows = module.GSMSymbolicDataset(module.GSMSymbolicDatasetConfig(seed=start, size=_ROWS_PER_SEED))
+    rows._generators = templates
+    for row in rows:
         solution, _, _ = row["metadata"]["answer_cot"].rpartition("\n#### ")
         yield row["question"].removesuffix(_SUFFIX), solution, row["answer"]
+
+
+@cache
+def _generator(wheel: Path) -> tuple[ModuleType, dict]:
+    """Import the one generator from the wheel, and none of the other hundred with what they depend on.
+
+    Returns
+    -------
+    tuple
+        Its module, and its templates: a data set of the generator imports them when it is first used, by when its
+        packages are gone from ``sys.modules``.
+    """
+    name = "reasoning_gym"
+    # An installed reasoning-gym is put aside for the moment, not replaced.
+    aside = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == name}
+    try:
+        # Packages without their `__init__`, which would import everything.
+        for package in (name, f"{name}.coaching", f"{name}.arithmetic"):
+            module = ModuleType(package)
+            module.__path__ = [f"{wheel}/{package.replace('.', '/')}"]
+            sys.modules[package] = module
+        module = import_module(f"{name}.arithmetic.gsm_symbolic.gsm_symbolic")
+        return module, module.GSMSymbolicDataset(module.GSMSymbolicDatasetConfig(size=1)).generators
+    finally:
+        for key in [key for key in sys.modules if key.partition(".")[0] == name]:
+            del sys.modules[key]
+        sys.modules.update(aside)
 
 
 TASK = Task(
