@@ -83,7 +83,7 @@ def test_fetch_keeps_a_whole_wheel_where_no_member_is_named(tmp_path, index):
     path = fetch(whole, tmp_path / "cache")
     assert path.name == "tiny-data-1.2.whl"
     assert path.read_bytes() == content
-    with pytest.raises(AssetError, match="The wheel tiny_data-1.2-py3-none-any.whl has sha256"):
+    with pytest.raises(AssetError, match=r"The wheel tiny_data-1\.2-py3-none-any\.whl has sha256"):
         fetch(dataclasses.replace(whole, sha256="0" * 64), tmp_path / "other")
 
 
