@@ -14,7 +14,7 @@ import numpy as np
 
 from . import projections as _projections
 from .projections import PROJECTIONS, Projection
-from .topology import persistence_diagrams, wasserstein_distance
+from .topology import persistence, persistence_diagrams, wasserstein, wasserstein_distance
 from .versions import package_versions
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class DriftSettings:
 
     def __post_init__(self):
         object.__setattr__(self, "dimensions", tuple(sorted({int(d) for d in self.dimensions})))
+        # Here, so that a training run with a wrong setting does not first train for an epoch.
+        persistence.check_options(self.metric, self.precision, self.dimensions)
+        wasserstein.check_options(self.order, self.internal_p)
         if 0 not in self.dimensions:
             raise ValueError(f"dimensions={self.dimensions} lacks 0, which drift tables rank by; use e.g. (0, 1).")
 

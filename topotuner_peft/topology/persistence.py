@@ -48,6 +48,16 @@ class SampledRowsWarning(UserWarning):
     """A matrix has more rows than homology above dimension 0 is computed for, so a seeded sample was taken."""
 
 
+def check_options(metric: str, precision: str, dimensions: Sequence[int]) -> None:
+    """Raise a ValueError if `persistence_diagrams` would for these options."""
+    if metric not in METRICS:
+        raise ValueError(f"metric={metric!r} is not known; the metrics are {', '.join(METRICS)}.")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is not known; it is 'float32' or 'float64'.")
+    if not len(dimensions) or min(dimensions) < 0:
+        raise ValueError(f"dimensions={dimensions} must name at least one homology dimension, none negative.")
+
+
 def persistence_diagrams(
     X: ArrayLike | torch.Tensor,
     *,
@@ -106,13 +116,8 @@ def persistence_diagrams(
     import torch
 
     label = f"The matrix {name!r}" if name else "The matrix"
-    if metric not in METRICS:
-        raise ValueError(f"metric={metric!r} is not known; the metrics are {', '.join(METRICS)}.")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is not known; it is 'float32' or 'float64'.")
+    check_options(metric, precision, dimensions)
     dimensions = [int(dimension) for dimension in dimensions]
-    if not dimensions or min(dimensions) < 0:
-        raise ValueError(f"dimensions={dimensions} must name at least one homology dimension, none negative.")
     if block_size < 1:
         raise ValueError(f"block_size={block_size} must be at least 1.")
     rows = X.detach() if isinstance(X, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(X))

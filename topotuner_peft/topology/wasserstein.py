@@ -43,6 +43,14 @@ class WassersteinError(RuntimeError):
     """A solver did not reach the optimum, so there is no distance to report."""
 
 
+def check_options(order: float, internal_p: float) -> None:
+    """Raise a ValueError if `wasserstein_distance` would for these options."""
+    if not (order >= 1 and math.isfinite(order)):
+        raise ValueError(f"order={order} must be a finite number from 1; for infinity use gudhi.bottleneck_distance.")
+    if internal_p not in (2, math.inf):
+        raise ValueError(f"internal_p={internal_p} is not supported; it is 2 or inf.")
+
+
 def wasserstein_distance(a: ArrayLike, b: ArrayLike, *, order: float = 1.0, internal_p: float = math.inf) -> float:
     """Return the Wasserstein distance of two persistence diagrams.
 
@@ -76,10 +84,7 @@ def wasserstein_distance(a: ArrayLike, b: ArrayLike, *, order: float = 1.0, inte
     >>> wasserstein_distance([[0, 1], [0, 2], [0, 3]], [[0, 2], [0, 3], [0, 4]])  # in order it would be 3
     2.5
     """
-    if not (order >= 1 and math.isfinite(order)):
-        raise ValueError(f"order={order} must be a finite number from 1; for infinity use gudhi.bottleneck_distance.")
-    if internal_p not in (2, math.inf):
-        raise ValueError(f"internal_p={internal_p} is not supported; it is 2 or inf.")
+    check_options(order, internal_p)
     (a, births_a), (b, births_b) = _split(a, "first"), _split(b, "second")
     if len(births_a) != len(births_b):
         return math.inf
