@@ -86,7 +86,6 @@ class _Demo:
         self.echo = echo
         self.limits: Limits = FAST if fast else FULL
         self.stages = folder / "stages"
-        self.started = time.perf_counter()
         self.left: dict[str, float] = {}
         self._settle(restart)
 
@@ -94,7 +93,11 @@ class _Demo:
 
     def _settle(self, restart: bool) -> None:
         """Make the folder ours, or refuse one that holds a run of other settings."""
-        if restart and self.stages.is_dir():
+        file = self.stages / "settings.json"
+        ours = file.is_file()
+        if not ours and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise DemoError(f"{self.folder} is not empty and holds no run of this demo. Pass another --output-dir.")
+        if restart and ours:
             for name in OUTPUTS:
                 path = self.folder / name
                 if path.is_dir():
@@ -108,7 +111,6 @@ class _Demo:
             "versions": package_versions(),
             "limits": asdict(self.limits),
         }
-        file = self.stages / "settings.json"
         if file.is_file():
             before = _read(file)
             differing = [name for name in settings if before.get(name) != settings[name]]
@@ -118,8 +120,6 @@ class _Demo:
                     "another --output-dir to keep it."
                 )
         else:
-            if self.folder.is_dir() and any(self.folder.iterdir()) and not self.stages.is_dir():
-                raise DemoError(f"{self.folder} is not empty and holds no run of this demo. Pass another --output-dir.")
             write_json(file, settings)
 
     def _stage(self, name: str, title: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -132,7 +132,9 @@ class _Demo:
         expected = self.left.get(name)
         about = f"  (about {_minutes(expected)}; {_minutes(sum(self.left.values()))} to go)" if expected else ""
         self.echo(f"\n{title}{about}")
+        started = time.perf_counter()
         result = work()
+        result["stage_seconds"] = time.perf_counter() - started
         write_json(file, result)
         self.left.pop(name, None)
         return result
@@ -424,7 +426,8 @@ class _Demo:
             "model": self._model_entry(profile),
             "machine": {"cpu": _cpu(), "threads": _threads(), "platform": platform.platform()},
             "versions": package_versions(),
-            "total_seconds": time.perf_counter() - self.started,
+            # Over all calls, where a run was stopped and went on.
+            "total_seconds": sum(_read(file).get("stage_seconds", 0.0) for file in self.stages.glob("*.json")),
             "plan": {
                 "time_budget_seconds": self.limits.seconds,
                 "step_seconds": self.plan.step_seconds,
