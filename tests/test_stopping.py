@@ -104,7 +104,7 @@ def test_the_score_is_the_formula(tmp_path, tokenizer):
     keep, callback = Keep(), TopoDriftCallback(threshold=None, verbose=False)
     trainer_of(tmp_path, tokenizer, [keep, callback]).train()
     by_hand = scores_by_hand(keep.weights)
-    assert [entry["score"] for entry in callback.history][0] is None
+    assert callback.history[0]["score"] is None
     assert [entry["score"] for entry in callback.history[1:]] == pytest.approx(by_hand, rel=1e-9)
     assert [entry["epoch"] for entry in callback.history] == [1, 2, 3, 4, 5]
     assert set(callback.history[0]["drift"]) == set(WATCHED)
@@ -179,6 +179,14 @@ def test_attached_it_logs_through_the_trainer(tmp_path, tokenizer):
     in_state = [entry for entry in trainer.state.log_history if "topo/score" in entry]
     assert [entry["epoch"] for entry in in_state] == [2.0]
     json.dumps(trainer.state.log_history, allow_nan=False)
+
+
+def test_the_loss_of_the_epoch_was_no_longer_logged(tmp_path, tokenizer):
+    # Logging from on_epoch_end clears the flag that asks for the Trainer's own entry.
+    trainer = trainer_of(tmp_path, tokenizer, num_train_epochs=2, logging_strategy="epoch")
+    TopoDriftCallback(None, verbose=False).attach(trainer)
+    trainer.train()
+    assert [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry] == [1.0, 2.0]
 
 
 def test_as_a_plain_callback_it_records_in_the_state(tmp_path, tokenizer):

@@ -372,7 +372,10 @@ class TopoDriftCallback(TrainerCallback):
         trainer = self._trainer() if self._trainer is not None else None
         if trainer is not None:
             # The base class's method: TRL's own would flush the averages of its running metrics into this entry.
+            due = trainer.control.should_log
             Trainer.log(trainer, logs)
+            # Logging clears the flag by which the Trainer's own entry for this epoch is still due.
+            trainer.control.should_log = due
         else:
             state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
 
