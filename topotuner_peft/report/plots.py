@@ -1,0 +1,236 @@
+"""Pictures: drift as a heat map, the stopping score, the methods compared. They need the ``plot`` extra."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..extras import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..drift import DriftTable
+    from ..profile import FreezingProfile
+
+
+@dataclass(frozen=True)
+class _Theme:
+    ink: str
+    faint: str
+    paper: str
+    mark: str
+    accent: str
+
+
+# Okabe and Ito's orange and blue, told apart by all kinds of colour vision.
+_THEMES = {
+    "light": _Theme("#1f2328", "#8b949e", "#ffffff", "#d55e00", "#0072b2"),
+    "dark": _Theme("#e6edf3", "#7d8590", "#0d1117", "#ffb454", "#56b4e9"),
+}
+_DPI = 144
+
+
+def _figure(width: float, height: float, theme: str) -> tuple[Figure, _Theme]:
+    require("plot", "matplotlib")
+    if theme not in _THEMES:
+        raise ValueError(f"theme={theme!r} is unknown; expected {' or '.join(_THEMES)}.")
+    # Without pyplot: no backend is chosen and no window kept for the caller's process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    colours = _THEMES[theme]
+    figure = Figure((width, height), dpi=_DPI, facecolor=colours.paper, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, colours
+
+
+def _dress(axes: Axes, colours: _Theme) -> None:
+    axes.set_facecolor(colours.paper)
+    for name, spine in axes.spines.items():
+        spine.set_color(colours.faint)
+        spine.set_visible(name in ("left", "bottom"))
+    axes.tick_params(colors=colours.ink, which="both")
+    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+        label.set_color(colours.ink)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def drift_heatmap(
+    table: DriftTable,
+    path: str | os.PathLike[str],
+    *,
+    profile: FreezingProfile | None = None,
+    theme: str = "light",
+) -> None:
+    """Draw the drift of all matrices: layers from left to right, one row per projection.
+
+    Parameters
+    ----------
+    table : DriftTable
+    path : path-like
+        PNG file.
+    profile : FreezingProfile, optional
+        Its trained matrices get a frame.
+    theme : {"light", "dark"}
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is not installed.
+    """
+    names = sorted({row.projection for row in table.rows}, key=lambda name: ("qkvo".find(name) % 9, name))
+    layers = sorted({row.layer for row in table.rows})
+    # Powers of ten below one are no unit to read off a scale; one factor for the whole picture is.
+    highest = max(row.per_point for row in table.rows)
+    exponent = int(np.floor(np.log10(highest))) if highest > 0 else 0
+    values = np.full((len(names), len(layers)), np.nan)
+    for row in table.rows:
+        values[names.index(row.projection), layers.index(row.layer)] = row.per_point / 10.0**exponent
+
+    figure, colours = _figure(max(6.0, 1.9 + 0.27 * len(layers)), 1.5 + 0.42 * len(names), theme)
+    axes = figure.add_subplot()
+    image = axes.imshow(values, cmap="cividis", aspect="auto", vmin=0)
+    axes.set_yticks(range(len(names)), names)
+    step = 1 if len(layers) <= 40 else 5
+    axes.set_xticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]], fontsize=8)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("projection")
+    title = f"Topological drift, {table.base.get('name') or 'an unnamed model'}"
+    axes.set_title(f"{title} ({table.metric} distance)", loc="left", fontsize=11)
+    _dress(axes, colours)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0)
+    if profile is not None:
+        _frame(axes, table, profile, names, layers, colours)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
+    power = f" (10$^{{{exponent}}}$)" if exponent else ""
+    bar.set_label(f"drift per row{power}", color=colours.ink)
+    bar.ax.tick_params(colors=colours.ink)
+    bar.outline.set_visible(False)
+    _save(figure, path)
+
+
+def _frame(axes, table, profile, names, layers, colours) -> None:
+    from matplotlib.patches import Patch, Rectangle
+
+    chosen = set(profile.trained)
+    for row in table.rows:
+        if row.id in chosen:
+            corner = (layers.index(row.layer) - 0.43, names.index(row.projection) - 0.43)
+            axes.add_patch(Rectangle(corner, 0.86, 0.86, fill=False, edgecolor=colours.mark, linewidth=2.2))
+    legend = axes.legend(
+        handles=[Patch(facecolor="none", edgecolor=colours.mark, linewidth=2.2)],
+        labels=[f"trained: {len(chosen)} matrices, {profile.share:.2%} of all parameters"],
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        fontsize=9,
+        labelcolor=colours.ink,
+    )
+    legend.set_in_layout(True)
+    axes.title.set_position((0, 1))
+
+
+def drift_curves(
+    history: Sequence[Mapping[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    threshold: float | None,
+    theme: str = "light",
+) -> None:
+    """Draw the stopping score per epoch, with its threshold.
+
+    Parameters
+    ----------
+    history : sequence of mapping
+        ``epoch``, ``score`` (None for the first) and ``drift_mean`` of each epoch, as the callback keeps them.
+    path : path-like
+        PNG file.
+    threshold : float or None
+        At or below it training stops.
+    theme : {"light", "dark"}
+    """
+    figure, colours = _figure(6.4, 3.2, theme)
+    left, right = figure.subplots(1, 2)
+    epochs = [entry["epoch"] for entry in history]
+    left.plot(epochs, [entry["drift_mean"] for entry in history], "o-", color=colours.accent)
+    left.set_title("Drift from the pretrained weights", loc="left", fontsize=10)
+    left.set_ylabel("mean drift per row")
+    left.ticklabel_format(axis="y", scilimits=(-2, 3))
+    left.yaxis.get_offset_text().set_color(colours.ink)
+    # The first epoch is the yardstick: its own score is 1 by definition.
+    scores = [1.0 if entry["score"] is None else entry["score"] for entry in history]
+    right.plot(epochs, scores, "o-", color=colours.accent)
+    right.plot(epochs[:1], scores[:1], "o", color=colours.paper, markeredgecolor=colours.accent)
+    for epoch, score in zip(epochs, scores, strict=True):
+        right.annotate(
+            f"{score:.2f}", (epoch, score), xytext=(0, 7), textcoords="offset points", ha="center", color=colours.ink,
+            fontsize=9,
+        )  # fmt: skip
+    if threshold is not None:
+        right.axhline(threshold, color=colours.mark, linestyle="--", linewidth=1.5)
+        right.annotate(
+            f"stops at {threshold:g}", (epochs[0], threshold), xytext=(-6, -12), textcoords="offset points",
+            color=colours.mark, fontsize=9,
+        )  # fmt: skip
+    right.set_title("Score: movement of an epoch, first = 1", loc="left", fontsize=10)
+    right.set_ylim(0, max([*scores, threshold or 0.0]) * 1.2)
+    for axes in (left, right):
+        axes.set_xlabel("epoch")
+        axes.set_xticks(epochs)
+        axes.margins(x=0.12)
+        _dress(axes, colours)
+    left.set_ylim(bottom=0)
+    _save(figure, path)
+
+
+def methods_scatter(methods: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, theme: str = "light") -> None:
+    """Draw each method's choice loss, with one standard error, against its training time.
+
+    Parameters
+    ----------
+    methods : sequence of mapping
+        The rows of the demo's ``results.json``.
+    path : path-like
+        PNG file.
+    theme : {"light", "dark"}
+    """
+    figure, colours = _figure(6.4, 3.4, theme)
+    axes = figure.add_subplot()
+    for row in methods:
+        if row["key"] == "base":
+            axes.axhline(row["choice_loss"], color=colours.faint, linestyle=":")
+            axes.annotate(
+                row["label"], (1, row["choice_loss"]), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                textcoords="offset points", ha="right", color=colours.faint, fontsize=9,
+            )  # fmt: skip
+            continue
+        ours = row["key"] == "topotuner"
+        colour = colours.mark if ours else colours.accent
+        axes.errorbar(
+            row["seconds"], row["choice_loss"], yerr=row["choice_loss_se"], fmt="o", color=colour, capsize=3,
+            markersize=8 if ours else 6,
+        )  # fmt: skip
+        axes.annotate(
+            f"{row['label']}", (row["seconds"], row["choice_loss"]), xytext=(9, 4), textcoords="offset points",
+            color=colours.ink, fontsize=9, fontweight="bold" if ours else "normal",
+        )  # fmt: skip
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("choice loss (lower is better)")
+    axes.set_xlim(left=0)
+    axes.margins(x=0.2)
+    axes.set_title("Held-out loss against training time, ± one standard error", loc="left", fontsize=10)
+    _dress(axes, colours)
+    _save(figure, path)
