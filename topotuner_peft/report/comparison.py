@@ -72,8 +72,7 @@ def headline(results: Mapping[str, Any]) -> str:
     """Say in one or two sentences how TopoTuner did against its rivals, whichever way it went."""
     if results["fast"]:
         return (
-            "All parts ran. This was a --fast run, with far too few steps and examples for its scores to mean "
-            "anything."
+            "All parts ran. This was a --fast run, with far too few steps and examples for its scores to mean anything."
         )
     verdicts: dict[str, list[str]] = {"better than": [], "level with": [], "worse than": []}
     for row in results["methods"]:

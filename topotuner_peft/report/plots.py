@@ -196,7 +196,9 @@ def drift_curves(
     _save(figure, path)
 
 
-def methods_scatter(methods: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, theme: str = "light") -> None:
+def methods_scatter(
+    methods: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, theme: str = "light"
+) -> None:
     """Draw each method's choice loss, with one standard error, against its training time.
 
     Parameters
