@@ -487,7 +487,7 @@ class _Demo:
 
     def _show(self, results: dict[str, Any]) -> dict[str, Any]:
         from ..report.html import write_report
-        from ..report.plots import drift_curves, methods_scatter
+        from ..report.plots import drift_curves, methods_chart
         from ..report.terminal import summary_text
 
         profile = FreezingProfile.load(self.folder / "profile.json")
@@ -499,7 +499,7 @@ class _Demo:
                 threshold=stopping["threshold"],
                 theme=theme,
             )
-            methods_scatter(results["methods"], self.folder / f"methods{suffix}.png", theme=theme)
+            methods_chart(results["methods"], self.folder / f"methods{suffix}.png", theme=theme)
         write_report(results, self.folder / "report.html", table=profile.table, profile=profile)
         self.echo("\n" + summary_text(results))
         self.echo(f"\nReport: {(self.folder / 'report.html').resolve()}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .comparison import LEGEND, forgetting_sentence, headline, methods_table, stopping_sentence
-from .plots import drift_curves, drift_heatmap, methods_scatter
+from .plots import drift_curves, drift_heatmap, methods_chart
 
 if TYPE_CHECKING:
     from ..drift import DriftTable
@@ -24,7 +24,7 @@ _STYLE = """
   :root { --ink: #e6edf3; --faint: #9198a1; --paper: #0d1117; --line: #3d444d; --card: #151b23; --mark: #ffb454; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem 1rem 3rem; max-width: 62rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1.2rem 1rem 3rem; max-width: 76rem; background: var(--paper); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .3rem; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
@@ -32,7 +32,9 @@ p, ul { margin: .5rem 0; max-width: 46rem; }
 .lead { font-size: 1.1rem; }
 .faint, caption, figcaption { color: var(--faint); font-size: .88rem; }
 .warn { border: 2px solid var(--mark); border-radius: 6px; padding: .6rem .8rem; font-weight: 600; }
-figure { margin: .8rem 0; }
+figure { margin: .8rem 0; max-width: 46rem; }
+.wide figure { max-width: none; }
+caption { text-align: left; }
 figure img { width: 100%; height: auto; display: block; }
 .wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
 .wide img { min-width: 40rem; }
@@ -90,8 +92,8 @@ def write_report(
         lambda file, theme: drift_curves(stopping["history"], file, threshold=stopping["threshold"], theme=theme),
         "Drift and stopping score per epoch",
     )
-    scatter = _picture(
-        lambda file, theme: methods_scatter(results["methods"], file, theme=theme),
+    chart = _picture(
+        lambda file, theme: methods_chart(results["methods"], file, theme=theme),
         "Held-out choice loss of each method against its training time",
     )
     model = results["model"]
@@ -100,7 +102,7 @@ def write_report(
         f"<h1>{escape(title)}</h1>",
         f'<p class="faint">{escape(results["created"])}, seed {results["seed"]}</p>',
         f'<p class="{"warn" if results["fast"] else "lead"}">{escape(headline(results))}</p>',
-        *_section("What was compared", _methods(results), scatter, _rates(results)),
+        *_section("What was compared", _methods(results), chart, _rates(results)),
         *_section(
             "What moved: drift on the prior task",
             _paragraph(

@@ -66,6 +66,15 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     figure.savefig(path)
 
 
+def _exponent(highest: float) -> int:
+    """Return the power of ten that one factor takes out of all numbers of a picture."""
+    return int(np.floor(np.log10(highest))) if highest > 0 else 0
+
+
+def _power(exponent: int) -> str:
+    return f" (10$^{{{exponent}}}$)" if exponent else ""
+
+
 def drift_heatmap(
     table: DriftTable,
     path: str | os.PathLike[str],
@@ -91,9 +100,7 @@ def drift_heatmap(
     """
     names = sorted({row.projection for row in table.rows}, key=lambda name: ("qkvo".find(name) % 9, name))
     layers = sorted({row.layer for row in table.rows})
-    # Powers of ten below one are no unit to read off a scale; one factor for the whole picture is.
-    highest = max(row.per_point for row in table.rows)
-    exponent = int(np.floor(np.log10(highest))) if highest > 0 else 0
+    exponent = _exponent(max(row.per_point for row in table.rows))
     values = np.full((len(names), len(layers)), np.nan)
     for row in table.rows:
         values[names.index(row.projection), layers.index(row.layer)] = row.per_point / 10.0**exponent
@@ -115,8 +122,7 @@ def drift_heatmap(
     if profile is not None:
         _frame(axes, table, profile, names, layers, colours)
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
-    power = f" (10$^{{{exponent}}}$)" if exponent else ""
-    bar.set_label(f"drift per row{power}", color=colours.ink)
+    bar.set_label(f"drift per row{_power(exponent)}", color=colours.ink)
     bar.ax.tick_params(colors=colours.ink)
     bar.outline.set_visible(False)
     _save(figure, path)
@@ -165,11 +171,11 @@ def drift_curves(
     figure, colours = _figure(6.4, 3.2, theme)
     left, right = figure.subplots(1, 2)
     epochs = [entry["epoch"] for entry in history]
-    left.plot(epochs, [entry["drift_mean"] for entry in history], "o-", color=colours.accent)
+    drifts = np.array([entry["drift_mean"] for entry in history])
+    exponent = _exponent(drifts.max())
+    left.plot(epochs, drifts / 10.0**exponent, "o-", color=colours.accent)
     left.set_title("Drift from the pretrained weights", loc="left", fontsize=10)
-    left.set_ylabel("mean drift per row")
-    left.ticklabel_format(axis="y", scilimits=(-2, 3))
-    left.yaxis.get_offset_text().set_color(colours.ink)
+    left.set_ylabel(f"mean drift per row{_power(exponent)}")
     # The first epoch is the yardstick: its own score is 1 by definition.
     scores = [1.0 if entry["score"] is None else entry["score"] for entry in history]
     right.plot(epochs, scores, "o-", color=colours.accent)
@@ -196,10 +202,8 @@ def drift_curves(
     _save(figure, path)
 
 
-def methods_scatter(
-    methods: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, theme: str = "light"
-) -> None:
-    """Draw each method's choice loss, with one standard error, against its training time.
+def methods_chart(methods: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, theme: str = "light") -> None:
+    """Draw each method's choice loss with one standard error, and its training time beside it.
 
     Parameters
     ----------
@@ -209,30 +213,24 @@ def methods_scatter(
         PNG file.
     theme : {"light", "dark"}
     """
-    figure, colours = _figure(6.4, 3.4, theme)
+    figure, colours = _figure(7.2, 0.9 + 0.42 * len(methods), theme)
     axes = figure.add_subplot()
-    for row in methods:
-        if row["key"] == "base":
-            axes.axhline(row["choice_loss"], color=colours.faint, linestyle=":")
-            axes.annotate(
-                row["label"], (1, row["choice_loss"]), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-                textcoords="offset points", ha="right", color=colours.faint, fontsize=9,
-            )  # fmt: skip
-            continue
+    for place, row in enumerate(methods):
         ours = row["key"] == "topotuner"
-        colour = colours.mark if ours else colours.accent
+        colour = colours.faint if row["key"] == "base" else colours.mark if ours else colours.accent
         axes.errorbar(
-            row["seconds"], row["choice_loss"], yerr=row["choice_loss_se"], fmt="o", color=colour, capsize=3,
+            row["choice_loss"], place, xerr=row["choice_loss_se"], fmt="o", color=colour, capsize=3,
             markersize=8 if ours else 6,
         )  # fmt: skip
+        time = "no training" if row["seconds"] is None else f"{row['seconds']:.0f} s of training"
         axes.annotate(
-            f"{row['label']}", (row["seconds"], row["choice_loss"]), xytext=(9, 4), textcoords="offset points",
-            color=colours.ink, fontsize=9, fontweight="bold" if ours else "normal",
+            time, (1.02, place), xycoords=("axes fraction", "data"), va="center", color=colours.ink, fontsize=9,
+            fontweight="bold" if ours else "normal", annotation_clip=False,
         )  # fmt: skip
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("choice loss (lower is better)")
-    axes.set_xlim(left=0)
-    axes.margins(x=0.2)
-    axes.set_title("Held-out loss against training time, ± one standard error", loc="left", fontsize=10)
+    axes.set_yticks(range(len(methods)), [row["label"] for row in methods])
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.set_xlabel("held-out choice loss, ± one standard error (lower is better)")
+    axes.grid(axis="x", color=colours.faint, alpha=0.3)
+    axes.set_axisbelow(True)
     _dress(axes, colours)
     _save(figure, path)

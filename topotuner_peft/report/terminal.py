@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .comparison import forgetting_sentence, headline, methods_table, stopping_sentence
@@ -92,15 +93,10 @@ def summary_text(results: Mapping[str, Any], *, width: int | None = None) -> str
         return textwrap.fill(text, sentences, initial_indent=indent, subsequent_indent=" " * len(indent))
 
     columns, rows = methods_table(results)
-    if _natural_width(columns, rows) <= width:
-        table = render_table(columns, rows, width=width)
-    else:
-        # Two narrow tables say more than one with half of its words cut out.
-        cut = 6
-        table = "\n\n".join(
-            render_table(columns[:1] + part(columns), [row[:1] + part(row) for row in rows], width=width)
-            for part in (lambda cells: cells[1:cut], lambda cells: cells[cut:])
-        )
+    table = "\n\n".join(
+        render_table([columns[0], *part(columns)], [[row[0], *part(row)] for row in rows], width=width)
+        for part in _parts(columns, rows, width)
+    )
     reload = results["reload"]
     same = "bit for bit" if reload["bit_equal"] else f"up to {reload['max_abs_difference']:.2g}"
     size = results["adapter"]["bytes"] / 1e6
@@ -115,6 +111,13 @@ def summary_text(results: Mapping[str, Any], *, width: int | None = None) -> str
     return "\n\n".join(parts)
 
 
-def _natural_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Callable]:
+    """Cut the columns after the first into runs that fit the width beside the first; return one slicer each."""
     widths = [max(len(cells[i]) for cells in (columns, *rows)) for i in range(len(columns))]
-    return sum(widths) + len(_GAP) * (len(widths) - 1)
+    parts, start, used = [], 1, widths[0]
+    for i in range(1, len(columns)):
+        if used + len(_GAP) + widths[i] > width and i > start:
+            parts.append(operator.itemgetter(slice(start, i)))
+            start, used = i, widths[0]
+        used += len(_GAP) + widths[i]
+    return [*parts, operator.itemgetter(slice(start, None))]
