@@ -57,7 +57,7 @@ def _dress(axes: Axes, colours: _Theme) -> None:
         spine.set_color(colours.faint)
         spine.set_visible(name in ("left", "bottom"))
     axes.tick_params(colors=colours.ink, which="both")
-    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+    for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(colours.ink)
 
 
@@ -114,7 +114,7 @@ def drift_heatmap(
     axes.set_xlabel("layer")
     axes.set_ylabel("projection")
     title = f"Topological drift, {table.base.get('name') or 'an unnamed model'}"
-    axes.set_title(f"{title} ({table.metric} distance)", loc="left", fontsize=11)
+    axes.set_title(f"{title} ({table.metric} distance)", loc="left", fontsize=11, color=colours.ink)
     _dress(axes, colours)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -136,7 +136,7 @@ def _frame(axes, table, profile, names, layers, colours) -> None:
         if row.id in chosen:
             corner = (layers.index(row.layer) - 0.43, names.index(row.projection) - 0.43)
             axes.add_patch(Rectangle(corner, 0.86, 0.86, fill=False, edgecolor=colours.mark, linewidth=2.2))
-    legend = axes.legend(
+    axes.legend(
         handles=[Patch(facecolor="none", edgecolor=colours.mark, linewidth=2.2)],
         labels=[f"trained: {len(chosen)} matrices, {profile.share:.2%} of all parameters"],
         loc="lower right",
@@ -145,8 +145,6 @@ def _frame(axes, table, profile, names, layers, colours) -> None:
         fontsize=9,
         labelcolor=colours.ink,
     )
-    legend.set_in_layout(True)
-    axes.title.set_position((0, 1))
 
 
 def drift_curves(
@@ -174,7 +172,7 @@ def drift_curves(
     drifts = np.array([entry["drift_mean"] for entry in history])
     exponent = _exponent(drifts.max())
     left.plot(epochs, drifts / 10.0**exponent, "o-", color=colours.accent)
-    left.set_title("Drift from the pretrained weights", loc="left", fontsize=10)
+    left.set_title("Drift from the pretrained weights", loc="left", fontsize=10, color=colours.ink)
     left.set_ylabel(f"mean drift per row{_power(exponent)}")
     # The first epoch is the yardstick: its own score is 1 by definition.
     scores = [1.0 if entry["score"] is None else entry["score"] for entry in history]
@@ -191,7 +189,7 @@ def drift_curves(
             f"stops at {threshold:g}", (epochs[0], threshold), xytext=(-6, -12), textcoords="offset points",
             color=colours.mark, fontsize=9,
         )  # fmt: skip
-    right.set_title("Score: movement of an epoch, first = 1", loc="left", fontsize=10)
+    right.set_title("Score: movement of an epoch, first = 1", loc="left", fontsize=10, color=colours.ink)
     right.set_ylim(0, max([*scores, threshold or 0.0]) * 1.2)
     for axes in (left, right):
         axes.set_xlabel("epoch")
