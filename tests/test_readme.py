@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 # What a machine without the Hub needs: uploads go into folders of the same name.
-UPLOADS = '''
+UPLOADS = """
 import huggingface_hub, pathlib, peft
 
 def push(self, repo_id, **kwargs):
@@ -33,7 +33,7 @@ class Api:
 
 peft.PeftModel.push_to_hub = push
 huggingface_hub.HfApi = Api
-'''
+"""
 
 
 def save_model(folder, tokenizer, noise=0.0):
@@ -71,7 +71,7 @@ def test_the_python_blocks_run(tmp_path, tiny_tokenizer):
         (tmp_path / name).write_text("\n".join(json.dumps(row) for row in rows))
     code = UPLOADS + "\n".join(text for kind, text in BLOCKS if kind == "python")
     assert "`use_cpu=True`" in README
-    code = code.replace("SFTConfig(\"", "SFTConfig(use_cpu=True, output_dir=\"")
+    code = code.replace('SFTConfig("', 'SFTConfig(use_cpu=True, output_dir="')
     script = tmp_path / "readme.py"
     script.write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf")}

@@ -197,7 +197,7 @@ print(*sorted(set(sys.modules) - before))
     added = set(out.split())
     assert "topotuner_peft.tuner.model" in added
     heavy = {
-        "accelerate", "datasets", "gguf", "gudhi", "hypothesis", "matplotlib", "ot", "pandas", "pyarrow", "reasoning_gym",
+        "accelerate", "datasets", "gguf", "gudhi", "hypothesis", "matplotlib", "ot", "pandas", "pyarrow",
         "ripser", "scipy", "sklearn", "transformers.trainer", "trl",
     }  # fmt: skip
     assert not {name for name in added if any(name == h or name.startswith(h + ".") for h in heavy)}

@@ -27,7 +27,14 @@ _BUILDERS = {
     "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**_COMMON)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2
+            vocab_size=64,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            n_positions=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
     ),
 }

@@ -73,8 +73,8 @@ class Limits:
     most_steps: int
 
 
-FULL = Limits(800, 4, 3, 16, 8, 256, 16, 16, 40)
-FAST = Limits(125, 3, 2, 8, 4, 32, 4, 4, 4)
+FULL = Limits(800, 4, 3, 8, 4, 256, 16, 16, 60)
+FAST = Limits(110, 3, 2, 8, 4, 32, 4, 4, 4)
 
 
 @dataclass(frozen=True)
