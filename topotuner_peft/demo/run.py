@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -614,3 +615,5 @@ def _quiet() -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # About names of arguments that TRL itself still uses.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
