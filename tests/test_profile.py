@@ -114,12 +114,88 @@ def test_a_random_draw_is_the_same_size_and_can_be_drawn_again():
         ({"projections": ("x",)}, r"no projections \['x'\]; it has \['q', 'v'\]"),
         ({"projections": ()}, "`projections` is empty"),
         ({"normalise": "rows"}, "normalise='rows'"),
-        ({"order": "alphabet"}, "order='alphabet'"),
+        (
+            {"order": "alphabet"},
+            r"order='alphabet' is unknown; this table can be ranked by \['drift', 'norm', 'random'",
+        ),
+        ({"order": "norm"}, "no norm of the change of 'model.layers.0.self_attn.q_proj'"),
+        ({"order": "first", "train": "low"}, "ranks by no measurement"),
+        ({"order": "random", "seed": 1, "freeze": "high", "k": 1}, "ranks by no measurement"),
+        ({"dimensions": (0, 1)}, r"not measured in dimensions \[1\], only in \[0\]"),
+        ({"dimensions": ()}, "`dimensions` is empty"),
+        ({"per_layer": 0}, "per_layer=0"),
+        ({"every": 1.5}, "every=1.5"),
+        ({"k": 1, "every": 2}, "spread a budget"),
+        ({"budget": 0.011, "balanced": True}, "holds none"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_named(rule, message):
     with pytest.raises(ValueError, match=message):
         FreezingProfile.from_drift(TABLE, **rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({"order": "first", "budget": 0.03}, ["q0", "q1", "v0"]),
+        ({"order": "last", "budget": 0.03}, ["q1", "q2", "v2"]),
+        ({"order": "last", "budget": 0.02, "projections": ("v",)}, ["v1", "v2"]),
+        ({"budget": 0.03}, ["q0", "v1", "v2"]),
+        ({"budget": 0.04, "per_layer": 1}, ["q0", "v1", "v2"]),
+        ({"budget": 0.03, "every": 1}, ["q0", "v1", "v2"]),
+        ({"budget": 0.04, "balanced": True}, ["q0", "q2", "v1", "v2"]),
+        ({"budget": 0.03, "balanced": True}, ["q0", "v1"]),
+    ],
+)
+def test_controls_and_spreads(rule, expected):
+    assert layers(FreezingProfile.from_drift(TABLE, **rule)) == expected
+
+
+def test_every_window_of_layers_gets_its_best_before_the_ranking_goes_on():
+    table = table_of({"v": [9, 8, 7, 6, 5, 1, 2, 3]})
+    assert layers(FreezingProfile.from_drift(table, budget=0.04)) == ["v0", "v1", "v2", "v3"]
+    assert layers(FreezingProfile.from_drift(table, budget=0.04, every=4)) == ["v0", "v1", "v2", "v4"]
+    assert layers(FreezingProfile.from_drift(table, budget=0.04, every=2)) == ["v0", "v2", "v4", "v7"]
+
+
+def test_drift_in_two_dimensions_is_added():
+    rows = [
+        MatrixDrift(f"model.layers.{layer}.self_attn.v_proj", layer, "v", (10, 10), {0: h0, 1: h1}, 1.0)
+        for layer, (h0, h1) in enumerate([(3.0, 0.0), (2.0, 2.0), (1.0, 2.5)])
+    ]
+    table = DriftTable(rows, DriftSettings(dimensions=(0, 1)), {"parameters": PARAMETERS})
+    chosen = {
+        dimensions: layers(FreezingProfile.from_drift(table, budget=0.01, dimensions=dimensions))
+        for dimensions in ((0,), (1,), (0, 1))
+    }
+    assert chosen == {(0,): ["v0"], (1,): ["v2"], (0, 1): ["v1"]}
+
+
+def test_a_score_of_ones_own_ranks_and_survives_the_file(tmp_path):
+    table = TABLE.with_scores("importance", {row.id: -row.drift[0] for row in TABLE.rows})
+    profile = FreezingProfile.from_drift(table, order="importance", budget=0.02)
+    assert layers(profile) == ["q1", "v0"]
+    assert "importance" in profile.to_text().splitlines()[0]
+    assert FreezingProfile.load(profile.save(tmp_path)) == profile
+    assert list(table.to_pandas()["importance"]) == [-row.drift[0] for row in TABLE.rows]
+    assert "importance" not in TABLE.to_pandas()
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_score_that_lacks_a_matrix_or_is_nan_never_ranks(value):
+    scores = {row.id: 1.0 for row in TABLE.rows}
+    scores.pop(TABLE.rows[3].id)
+    if value is not None:
+        scores[TABLE.rows[3].id] = value
+    with pytest.raises(ValueError, match=r"importance of 'model.layers.0.self_attn.v_proj' is .*can't be ranked"):
+        TABLE.with_scores("importance", scores)
+
+
+def test_ranking_by_norm_follows_the_table(measured):
+    profile = FreezingProfile.from_drift(measured, order="norm", k=1)
+    for name in "qkvo":
+        rows = [row for row in measured.rows if row.projection == name]
+        assert max(rows, key=lambda row: row.relative_norm).id in profile.trained
 
 
 def test_reselect_replaces_the_opposite_option():

@@ -43,7 +43,7 @@ def films_in(split, count):
 
 
 def test_names():
-    assert set(task_names()) == {"math_word_problems", "sentiment", "general_text"}
+    assert {"math_word_problems", "sentiment", "general_text"} <= set(task_names())
     for name in task_names():
         assert get_task(name).name == name
     with pytest.raises(ValueError, match=r"no task 'maths'.*math_word_problems"):

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,8 @@ class MatrixDrift:
         Sum of the finite bars of the pretrained diagram in dimension 0: the mass that could have moved.
     relative_norm : float or None
         ‖W − W₀‖ / ‖W₀‖ in the Frobenius norm; a companion and control. None if the base weights were not kept.
+    scores : dict of str to float
+        Other numbers to choose by, see `DriftTable.with_scores`.
     """
 
     id: str
@@ -113,6 +115,7 @@ class MatrixDrift:
     drift: dict[int, float]
     total_persistence: float
     relative_norm: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
 
     @property
     def per_point(self) -> float:
@@ -128,6 +131,11 @@ class MatrixDrift:
     def size(self) -> int:
         """Number of parameters."""
         return self.shape[0] * self.shape[1]
+
+    @property
+    def head(self) -> int | None:
+        """The attention head, where the matrix is a single one."""
+        return _projections.head_index(self.id)
 
 
 @dataclass
@@ -194,6 +202,27 @@ class DriftTable:
             f"metric={self.metric!r}, per point {min(drifts):.3g} to {max(drifts):.3g})"
         )
 
+    def with_scores(self, name: str, values: Mapping[str, float]) -> DriftTable:
+        """Return the table with one more number per matrix, to choose matrices by: ``order=name`` in a rule.
+
+        Parameters
+        ----------
+        name : str
+            What to call it.
+        values : mapping of str to float
+            Matrix id → number, for every matrix of the table. See `topotuner_peft.profile.scores` for some.
+
+        Raises
+        ------
+        ValueError
+            If a matrix has no value, or one that is not finite.
+        """
+        for row in self.rows:
+            if not math.isfinite(values.get(row.id, math.nan)):
+                raise ValueError(f"The {name} of {row.id!r} is {values.get(row.id)}, which can't be ranked.")
+        rows = [replace(row, scores={**row.scores, name: float(values[row.id])}) for row in self.rows]
+        return replace(self, rows=rows)
+
     def to_text(self, *, limit: int | None = None, width: int | None = None) -> str:
         """Return a table for the terminal, highest drift per point first, at most ``limit`` rows."""
         from .report.terminal import render_table
@@ -240,6 +269,7 @@ class DriftTable:
                 "per_point": row.per_point,
                 "total_persistence": row.total_persistence,
                 "relative_norm": row.relative_norm,
+                **row.scores,
             }
             for row in self.rows
         )
@@ -382,6 +412,7 @@ def take_snapshot(
     projections: Sequence[str] = PROJECTIONS,
     pattern: str | None = None,
     matrices: Iterable[str] | None = None,
+    heads: bool = False,
     effective: bool = True,
     progress: bool = False,
 ) -> Snapshot:
@@ -395,6 +426,8 @@ def take_snapshot(
         Which matrices, see `find_projections`.
     matrices : iterable of str, optional
         Only these ids.
+    heads : bool
+        Take single heads instead of whole matrices, see `topotuner_peft.projections.split_heads`.
     effective : bool
         Whether active adapters count. False snapshots the base weights under them.
     progress : bool
@@ -403,7 +436,7 @@ def take_snapshot(
     from tqdm.auto import tqdm
 
     settings = settings or DriftSettings()
-    found = _projections.find_projections(model, projections=projections, pattern=pattern)
+    found = _projections.find_projections(model, projections=projections, pattern=pattern, heads=heads)
     found = select_matrices(found, matrices)
     modules = _projections.matrix_modules(model)
     diagrams = {}
@@ -433,6 +466,7 @@ def measure_drift(
     projections: Sequence[str] = PROJECTIONS,
     pattern: str | None = None,
     matrices: Iterable[str] | None = None,
+    heads: bool = False,
     progress: bool = True,
 ) -> DriftTable:
     """Measure how far the persistence diagram of each attention matrix moved.
@@ -457,6 +491,9 @@ def measure_drift(
         For models of other names, see `topotuner_peft.projections.describe_projections`.
     matrices : iterable of str, optional
         Measure only these ids.
+    heads : bool
+        Measure single heads instead of whole matrices, each by the cloud of its own rows (of o: all rows, in the
+        head's columns), see `topotuner_peft.projections.split_heads`.
     progress : bool
         Show a progress bar on stderr.
 
@@ -480,11 +517,11 @@ def measure_drift(
             raise TypeError(
                 "With one model, it must be a PEFT model: its base weights are compared with its tuned ones."
             )
-        first = _Side(base, settings, projections, pattern, effective=False)
-        second = _Side(base, settings, projections, pattern, effective=True)
+        first = _Side(base, settings, projections, pattern, heads, effective=False)
+        second = _Side(base, settings, projections, pattern, heads, effective=True)
     else:
-        first = _Side(base, settings, projections, pattern, effective=True)
-        second = _Side(tuned, settings, projections, pattern, effective=True)
+        first = _Side(base, settings, projections, pattern, heads, effective=True)
+        second = _Side(tuned, settings, projections, pattern, heads, effective=True)
 
     chosen = select_matrices(first.projections, matrices)
     partners = _projections.match_ids([p.id for p in chosen], [p.id for p in second.projections])
@@ -534,7 +571,7 @@ def matrix_drift(
 class _Side:
     """One of the two sets of weights that a drift compares."""
 
-    def __init__(self, source, settings, projections, pattern, *, effective):
+    def __init__(self, source, settings, projections, pattern, heads, *, effective):
         from torch import nn
 
         self.settings = settings
@@ -546,7 +583,9 @@ class _Side:
             self.projections, self.info = source.projections, source.info
         elif isinstance(source, nn.Module):
             self.snapshot = None
-            self.projections = _projections.find_projections(source, projections=projections, pattern=pattern)
+            self.projections = _projections.find_projections(
+                source, projections=projections, pattern=pattern, heads=heads
+            )
             self.modules = _projections.matrix_modules(source)
             self.info = model_info(source, self.projections)
         else:

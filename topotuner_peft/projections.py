@@ -2,7 +2,9 @@
 
 A *matrix id* is the key used everywhere (drift tables, profiles, the tuner, files): the path of the module in
 the base model, such as ``model.layers.3.self_attn.v_proj``. Where a model fuses several projections into one
-module, the id carries the projection as a suffix: ``transformer.h.3.attn.c_attn[q]``.
+module, the id carries the projection as a suffix: ``transformer.h.3.attn.c_attn[q]``. A single head's rows of a q,
+k or v matrix, or its columns of an o matrix, are a matrix of their own: ``model.layers.3.self_attn.v_proj[head=1]``,
+``transformer.h.3.attn.c_attn[q,head=1]``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 _PEFT_PREFIX = "base_model.model."
 
 _LAYER = re.compile(r"(?:^|\.)(?P<stack>[^.\d][^.]*)\.(?P<index>\d+)\.")
+_HEAD = re.compile(r"(?:^|,)head=(?P<head>\d+)$")
 _ID = re.compile(r"(?P<module>[^\[\]]+)(\[(?P<block>[^\[\]]+)\])?$")
 
 
@@ -75,6 +78,8 @@ class Projection:
         Half-open ranges of the module's output features that belong to the matrix; None for all of them.
     transposed : bool
         Whether the module stores its weight as (input, output), as GPT-2's ``Conv1D`` does.
+    columns : tuple of (int, int) or None
+        Half-open range of the module's input features, for a head of an o matrix; None for all of them.
     """
 
     id: str
@@ -84,6 +89,7 @@ class Projection:
     shape: tuple[int, int]
     rows: tuple[tuple[int, int], ...] | None = None
     transposed: bool = False
+    columns: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
@@ -201,24 +207,107 @@ def text_config(config: Any) -> Any:
     return _field(config, "text_config") or config
 
 
-def _ranges(kind: str, path: str, out_features: int, config: Any) -> tuple[tuple[int, int], ...]:
-    """Return which output features of a fused module are its q, k or v rows."""
+def _head_counts(config: Any) -> tuple[int | None, int | None]:
+    """Return how many query heads and key-value heads a configuration speaks of; None where it does not."""
     config = text_config(config) if config is not None else None
     heads = _field(config, "num_attention_heads", "n_head") if config is not None else None
     if not heads:
-        raise ValueError(
-            f"{path!r} holds q, k and v in one matrix, and the model has no configuration that says how many "
-            "heads it has. Pass a transformers model, or select whole modules with `target_modules`."
-        )
+        return None, None
     kv_heads = _field(config, "num_key_value_heads", "num_kv_heads") or heads
-    model_type = _field(config, "model_type") or ""
-    if model_type == "falcon":
+    if _field(config, "model_type") == "falcon":
         # Falcon's num_kv_heads only counts where the new decoder architecture or multi-query attention is on
         # (modeling_falcon.py, _split_heads).
         if _field(config, "new_decoder_architecture"):
             kv_heads = _field(config, "num_kv_heads") or heads
         else:
             kv_heads = 1 if _field(config, "multi_query") else heads
+    return heads, kv_heads
+
+
+def split_heads(projection: Projection, config: Any) -> list[Projection]:
+    """Take a projection apart into its attention heads.
+
+    A head of q, k or v is a range of rows; a head of o is a range of columns, those that read that head's output.
+
+    Parameters
+    ----------
+    projection : Projection
+    config : object or dict
+        The model's configuration, which says how many heads there are.
+
+    Returns
+    -------
+    list of Projection
+        One per head; of k and v one per key-value head.
+
+    Raises
+    ------
+    ValueError
+        If the number of heads is not known or does not divide the matrix.
+    """
+    heads, kv_heads = _head_counts(config)
+    count = {"q": heads, "o": heads, "k": kv_heads, "v": kv_heads}.get(projection.projection)
+    height, width = projection.shape
+    side = width if projection.projection == "o" else height
+    if count is None or side % count:
+        raise ValueError(
+            f"{projection.id!r}, {height} × {width}, can't be taken apart into heads: "
+            + ("the number of its heads is not known." if count is None else f"{count} heads do not divide it.")
+        )
+    size = side // count
+    module, block = split_id(projection.id)
+    parts = []
+    for head in range(count):
+        start, stop = head * size, (head + 1) * size
+        name = f"{module}[{block + ',' if block else ''}head={head}]"
+        if projection.projection == "o":
+            parts.append(replace(projection, id=name, shape=(height, size), columns=(start, stop)))
+        else:
+            rows = _slice(projection.rows or ((0, height),), start, stop)
+            parts.append(replace(projection, id=name, shape=(size, width), rows=rows))
+    return parts
+
+
+def _slice(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return positions start to stop of ranges laid end to end, as ranges."""
+    found, offset = [], 0
+    for low, high in ranges:
+        first, last = max(start - offset, 0), min(stop - offset, high - low)
+        if first < last:
+            found.append((low + first, low + last))
+        offset += high - low
+    return tuple(found)
+
+
+def head_index(matrix_id: str) -> int | None:
+    """Return the head that a matrix id names, or None if it names none."""
+    found = _HEAD.search(split_id(matrix_id)[1] or "")
+    return int(found["head"]) if found else None
+
+
+def are_heads(matrix_ids: Iterable[str]) -> bool:
+    """Whether matrix ids name single heads.
+
+    Raises
+    ------
+    ValueError
+        If some do and some do not.
+    """
+    kinds = {head_index(name) is not None for name in matrix_ids}
+    if len(kinds) > 1:
+        raise ValueError("Some of the matrices are single heads and some are not; choose one unit for all.")
+    return kinds == {True}
+
+
+def _ranges(kind: str, path: str, out_features: int, config: Any) -> tuple[tuple[int, int], ...]:
+    """Return which output features of a fused module are its q, k or v rows."""
+    heads, kv_heads = _head_counts(config)
+    if heads is None:
+        raise ValueError(
+            f"{path!r} holds q, k and v in one matrix, and the model has no configuration that says how many "
+            "heads it has. Pass a transformers model, or select whole modules with `target_modules`."
+        )
+    config = text_config(config)
     head_dim = _field(config, "head_dim") or out_features // (heads + 2 * kv_heads)
     if (heads + 2 * kv_heads) * head_dim != out_features:
         raise ValueError(
@@ -245,6 +334,7 @@ def describe_projections(
     transposed: frozenset[str] | set[str] = frozenset(),
     projections: Sequence[str] = PROJECTIONS,
     pattern: str | None = None,
+    heads: bool = False,
 ) -> list[Projection]:
     """Find the attention projections among the modules of a model, given their names and shapes.
 
@@ -261,6 +351,8 @@ def describe_projections(
     pattern : str, optional
         For models of other names: a regular expression that a module's whole path must match, with a group
         ``projection`` that says what it is called; one without that group calls each by its last path segment.
+    heads : bool
+        Return single heads instead of whole matrices, see `split_heads`.
 
     Returns
     -------
@@ -306,7 +398,7 @@ def describe_projections(
             f"Found no attention matrices for {asked}. The model's matrices are: {summarise_names(shapes)}. "
             "For a model of other names pass `pattern`, a regular expression over module paths."
         )
-    return found
+    return [head for projection in found for head in split_heads(projection, config)] if heads else found
 
 
 def _is_adapter_internal(path: str, tuner_layers: set[str]) -> bool:
@@ -357,7 +449,11 @@ def base_layer(module: nn.Module) -> nn.Module:
 
 
 def find_projections(
-    model: nn.Module, *, projections: Sequence[str] = PROJECTIONS, pattern: str | None = None
+    model: nn.Module,
+    *,
+    projections: Sequence[str] = PROJECTIONS,
+    pattern: str | None = None,
+    heads: bool = False,
 ) -> list[Projection]:
     """Find the q, k, v and o matrices of a live model, with or without adapters, compiled or sharded.
 
@@ -369,6 +465,8 @@ def find_projections(
         Which of ``"q"``, ``"k"``, ``"v"``, ``"o"`` to return.
     pattern : str, optional
         For models of other names, see `describe_projections`.
+    heads : bool
+        Return single heads instead of whole matrices, see `split_heads`.
 
     Returns
     -------
@@ -399,6 +497,7 @@ def find_projections(
         transposed=transposed,
         projections=projections,
         pattern=pattern,
+        heads=heads,
     )
 
 
@@ -464,9 +563,15 @@ def read_weight(module: nn.Module, projection: Projection, *, effective: bool = 
     ValueError
         If the weight is off-loaded or sharded, or the base weight has been merged away.
     """
-    weight = _module_weight(projection.module, module, effective)
+    return take_matrix(_module_weight(projection.module, module, effective), projection)
+
+
+def take_matrix(weight: torch.Tensor, projection: Projection) -> torch.Tensor:
+    """Return one matrix, (output features, input features), out of its module's weight or gradient as stored."""
     if projection.transposed:
         weight = weight.T
+    if projection.columns is not None:
+        weight = weight[:, slice(*projection.columns)]
     if projection.rows is None:
         return weight
     import torch

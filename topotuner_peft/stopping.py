@@ -233,9 +233,12 @@ class TopoDriftCallback(TrainerCallback):
         if self.stopped_epoch is not None:
             last = self.history[-1]
             saved = 1 - last["epoch"] / state.num_train_epochs if state.num_train_epochs else 0.0
+            score = f"the score {last['score']:.3f} is at or below the threshold {self.threshold:g}"
             self.reason = (
-                f"Stopped after epoch {self.stopped_epoch} of {state.num_train_epochs:g}: the score {last['score']:.3f} "
-                f"is at or below the threshold {self.threshold:g}; {saved:.0%} of the epochs were not needed."
+                f"Stopped after epoch {self.stopped_epoch} of {state.num_train_epochs:g}: {score}; {saved:.0%} of the "
+                "epochs were not needed."
+                if saved > 0
+                else f"Ran for all {self.stopped_epoch} epochs: {score} only after the last one."
             )
         elif not self.history:
             self.reason = "Training ended before a whole epoch, so nothing was scored."
@@ -304,7 +307,8 @@ class TopoDriftCallback(TrainerCallback):
     # How it works
 
     def _find(self, model: nn.Module) -> list[Projection]:
-        found = _projections.find_projections(model, pattern=self.pattern)
+        heads = isinstance(self.watch, list) and _projections.are_heads(self.watch)
+        found = _projections.find_projections(model, pattern=self.pattern, heads=heads)
         if isinstance(self.watch, list):
             return select_matrices(found, self.watch)
         if self.watch == "attention":
@@ -437,13 +441,13 @@ def _is_adapted(model: nn.Module) -> bool:
 
 def _trains(module: nn.Module, projection: Projection) -> bool:
     """Return whether any entry of the matrix trains, through its own weight or an adapter's."""
-    rows = getattr(module, "topotuner_rows", None)
-    if rows is None:
+    blocks = getattr(module, "topotuner_blocks", None)
+    if blocks is None:
         return any(parameter.requires_grad for parameter in module.parameters())
     for name, delta in module.topotuner_delta.items():
         if not delta.weight.requires_grad:
             continue
-        covered, wanted = rows[name], projection.rows
+        covered, wanted = blocks[name].rows, projection.rows
         if covered is None or wanted is None:
             return True
         if any(start < stop_b and start_b < stop for start, stop in covered for start_b, stop_b in wanted):

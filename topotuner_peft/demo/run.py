@@ -234,7 +234,7 @@ class _Demo:
         seconds["scoring"] = 0.75 * tokens * per_token
         return make_plan(seconds, self.limits).to_dict()
 
-    def _train(self, method, config, sizes, rows, epochs, callback=None):
+    def _train(self, method, config, sizes, rows, epochs, callbacks=()):
         from .training import train
 
         return train(
@@ -247,7 +247,7 @@ class _Demo:
             epochs=epochs,
             seed=self.seed,
             description=method.label,
-            callback=callback,
+            callbacks=callbacks,
         )
 
     def _prior(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class _Demo:
         callback = TopoDriftCallback(threshold=None, watch="attention", verbose=False)
         model_config = TopoConfig(target_modules=self._attention(), task_type="CAUSAL_LM")
         sizes = self.plan.prior
-        run = self._train(PRIOR, model_config, sizes, self._rows("math_word_problems", sizes), sizes.epochs, callback)
+        run = self._train(PRIOR, model_config, sizes, self._rows("math_word_problems", sizes), sizes.epochs, [callback])
         table = callback.table()
         table.base["name"] = self._public_name()
         return {
@@ -306,7 +306,7 @@ class _Demo:
         callback = TopoDriftCallback(threshold=STOPPING_THRESHOLD)
         sizes = self.plan.target
         config = TopoConfig(profile=profile, task_type="CAUSAL_LM")
-        run = self._train(TOPOTUNER, config, sizes, self._rows("sentiment", sizes), sizes.epochs, callback)
+        run = self._train(TOPOTUNER, config, sizes, self._rows("sentiment", sizes), sizes.epochs, [callback])
         adapter = self.folder / "adapter"
         run.model.save_pretrained(adapter)
         size = _folder_size(adapter)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from ..stopping import TopoDriftCallback
+
 if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..stopping import TopoDriftCallback
     from .plan import Sizes
 
 WARMUP_STEPS = 4
@@ -104,12 +105,13 @@ def train(
     epochs: int,
     seed: int,
     description: str,
-    callback: TopoDriftCallback | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    schedule: str = "constant_with_warmup",
 ) -> Run:
     """Fine-tune a model on prompts and completions; the loss is on the completions.
 
-    The learning rate is constant after a short warm-up, so that a score of stability can't be a shadow of its
-    decay. No weight decay, no gradient checkpointing, float32.
+    The learning rate is constant after a short warm-up unless another schedule is asked for, so that a score of
+    stability can't be a shadow of its decay. No weight decay, no gradient checkpointing, float32.
 
     Parameters
     ----------
@@ -128,7 +130,10 @@ def train(
         Order of the examples and initial values.
     description : str
         What the progress bar says.
-    callback : TopoDriftCallback, optional
+    callbacks : sequence of transformers.TrainerCallback
+        A `TopoDriftCallback` is attached, so that it logs through the trainer.
+    schedule : str
+        A name that ``lr_scheduler_type`` takes.
 
     Returns
     -------
@@ -147,7 +152,7 @@ def train(
             num_train_epochs=epochs,
             per_device_train_batch_size=sizes.batch_size,
             learning_rate=learning_rate,
-            lr_scheduler_type="constant_with_warmup",
+            lr_scheduler_type=schedule,
             warmup_steps=WARMUP_STEPS,
             weight_decay=0.0,
             max_length=MAX_LENGTH,
@@ -169,8 +174,11 @@ def train(
 
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(progress)
-        if callback is not None:
-            callback.attach(trainer)
+        for callback in callbacks:
+            if isinstance(callback, TopoDriftCallback):
+                callback.attach(trainer)
+            else:
+                trainer.add_callback(callback)
         started = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - started

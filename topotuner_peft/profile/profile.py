@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..drift import DriftTable, write_json
-from ..projections import PROJECTIONS, Projection, find_projections, match_ids, summarise_names
+from ..drift import DriftTable, MatrixDrift, write_json
+from ..projections import PROJECTIONS, Projection, are_heads, find_projections, match_ids, summarise_names
 from ..versions import package_versions
 from .selection import SelectionRule, select
 
@@ -78,6 +78,10 @@ class FreezingProfile:
         normalise: str = "points",
         order: str = "drift",
         seed: int | None = None,
+        dimensions: Sequence[int] = (0,),
+        balanced: bool = False,
+        per_layer: int | None = None,
+        every: int | None = None,
         prior_task: str | None = None,
     ) -> FreezingProfile:
         """Choose matrices from a drift table.
@@ -85,7 +89,7 @@ class FreezingProfile:
         Parameters
         ----------
         table : DriftTable
-        budget, k, train, freeze, projections, normalise, order, seed
+        budget, k, train, freeze, projections, normalise, order, seed, dimensions, balanced, per_layer, every
             The rule, see `SelectionRule`. Without any: the highest drift per row, at most 1.5 % of the model.
         prior_task : str, optional
             What the tuned model learned.
@@ -108,6 +112,10 @@ class FreezingProfile:
             normalise=normalise,
             order=order,
             seed=seed,
+            dimensions=tuple(dimensions),
+            balanced=balanced,
+            per_layer=per_layer,
+            every=every,
         )
         return cls._choose(table, rule, prior_task=prior_task)
 
@@ -133,7 +141,7 @@ class FreezingProfile:
         values.update({name: value for name, value in changes.items() if value is not None})
         return self._choose(
             self.table,
-            SelectionRule(**values),
+            SelectionRule.from_dict(values),
             prior_task=self.prior_task,
             transferred_to=list(self.transferred_to),
         )
@@ -177,11 +185,12 @@ class FreezingProfile:
                     name,
                     f"{len(picked)} of {len(rows)}",
                     f"{sum(row.size for row in picked) / total:.2%}",
-                    " ".join(str(row.layer) for row in picked) or "–",
+                    " ".join(_place(row) for row in picked) or "–",
                 ]
             )
         head = f"{self.rule.describe()}; reached {self.share:.2%} ({self.parameters:,} parameters)"
-        columns = ["projection", "train", "of all parameters", "layers that train"]
+        unit = "layers that train" if lines and rows[0].head is None else "layer.head that train"
+        columns = ["projection", "train", "of all parameters", unit]
         return head + "\n" + render_table(columns, lines, align=["l", "r", "r", "l"], width=width)
 
     def plot(self, path: str | os.PathLike[str], *, theme: str = "light") -> None:
@@ -256,7 +265,8 @@ class FreezingProfile:
     def check_model(self, model: nn.Module) -> list[Projection]:
         """Return the trained matrices of a live model, or raise if the profile does not fit it."""
         names = [row.projection for row in self.table.rows]
-        return self.resolve(find_projections(model, projections=[n for n in PROJECTIONS if n in names]))
+        heads = are_heads(row.id for row in self.table.rows)
+        return self.resolve(find_projections(model, projections=[n for n in PROJECTIONS if n in names], heads=heads))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON-able values."""
@@ -378,6 +388,10 @@ class FreezingProfile:
             commit_message="Upload a topotuner freezing profile",
         )
         return commit.commit_url
+
+
+def _place(row: MatrixDrift) -> str:
+    return str(row.layer) if row.head is None else f"{row.layer}.{row.head}"
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from ..drift import DriftTable, MatrixDrift
 
 DEFAULT_BUDGET = 0.015
+
+
+# Orders that need no measurement of the matrices.
+_PLACES = ("random", "first", "last")
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,22 @@ class SelectionRule:
     normalise : {"points", "total", "none"}
         What drift is divided by before matrices of unlike shape are ranked together: the number of rows, the
         pretrained diagram's total persistence, or nothing. With ``k`` the ranking is inside a projection type.
-    order : {"drift", "random"}
-        ``"random"`` is the control: the same budget over the same candidates in a random order.
+    order : str
+        What is ranked: ``"drift"``, ``"norm"`` (the relative Frobenius norm of the change), or the name of a score
+        that the table has (see `DriftTable.with_scores`). The controls ``"random"``, ``"first"`` and ``"last"``
+        (layers) look at no measurement.
     seed : int or None
         Seed of the random order.
+    dimensions : tuple of int
+        Homology dimensions whose drifts are added up.
+    balanced : bool
+        Divide the budget among the projections in proportion to their parameters, so that each trains the same
+        share of its matrices.
+    per_layer : int or None
+        With a budget, at most so many matrices of one layer.
+    every : int or None
+        With a budget, every ``every`` consecutive layers first get their best matrix, then the rest of the budget
+        follows the ranking: a spread over the depth.
     """
 
     train: Literal["high", "low"] | None = None
@@ -50,8 +67,12 @@ class SelectionRule:
     k: int | None = None
     projections: tuple[str, ...] | None = None
     normalise: Literal["points", "total", "none"] = "points"
-    order: Literal["drift", "random"] = "drift"
+    order: str = "drift"
     seed: int | None = None
+    dimensions: tuple[int, ...] = (0,)
+    balanced: bool = False
+    per_layer: int | None = None
+    every: int | None = None
 
     def __post_init__(self):
         if self.train is not None and self.freeze is not None:
@@ -67,6 +88,8 @@ class SelectionRule:
             raise ValueError("Give either `budget` or `k`, not both.")
         if self.freeze is not None and self.k is None:
             raise ValueError("`freeze` needs `k`, the number of matrices to freeze in each projection.")
+        if self.order in _PLACES and (self.train == "low" or self.freeze is not None):
+            raise ValueError(f"order={self.order!r} ranks by no measurement: `train` and `freeze` do not go with it.")
         if self.freeze is None and self.train is None:
             object.__setattr__(self, "train", "high")
         if self.budget is None and self.k is None:
@@ -76,12 +99,14 @@ class SelectionRule:
                 f"budget={self.budget} is no share of the parameters; expected more than 0 and at most 1 "
                 "(0.015 trains 1.5 %)."
             )
-        if self.k is not None and (self.k < 1 or int(self.k) != self.k):
-            raise ValueError(f"k={self.k} is no number of matrices; expected 1 or more.")
+        for name in ("k", "per_layer", "every"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or int(value) != value):
+                raise ValueError(f"{name}={value} is no number of matrices or layers; expected 1 or more.")
+        if self.k is not None and (self.balanced or self.per_layer or self.every):
+            raise ValueError("`balanced`, `per_layer` and `every` spread a budget; `k` is a number per projection.")
         if self.normalise not in ("points", "total", "none"):
             raise ValueError(f"normalise={self.normalise!r} is unknown; expected 'points', 'total' or 'none'.")
-        if self.order not in ("drift", "random"):
-            raise ValueError(f"order={self.order!r} is unknown; expected 'drift' or 'random'.")
         if self.order == "random" and self.seed is None:
             raise ValueError("A random order needs a `seed`, so that it can be drawn again.")
         if self.projections is not None:
@@ -89,30 +114,47 @@ class SelectionRule:
             if not given:
                 raise ValueError("`projections` is empty: nothing could be chosen.")
             object.__setattr__(self, "projections", given)
+        object.__setattr__(self, "dimensions", tuple(sorted({int(d) for d in self.dimensions})))
+        if not self.dimensions:
+            raise ValueError("`dimensions` is empty: there is no drift to rank by.")
 
     def describe(self) -> str:
         """Return the rule in words."""
         where = f" of {', '.join(self.projections)}" if self.projections else ""
         if self.order == "random":
             return f"a random draw{where} (seed {self.seed}), {self._size()}"
+        if self.order in _PLACES:
+            return f"the {self.order} layers{where}, {self._size()}"
+        what = {"drift": "drift", "norm": "relative norm of the change"}.get(self.order, self.order)
+        if self.dimensions != (0,) and self.order == "drift":
+            what += f" in dimensions {', '.join(map(str, self.dimensions))}"
         if self.freeze is not None:
-            return f"freeze the {self.k} of {self.freeze}est drift in each projection{where}, train the others"
+            return f"freeze the {self.k} of {self.freeze}est {what} in each projection{where}, train the others"
         unit = {"points": " per row", "total": " relative to the diagram", "none": ""}[self.normalise]
-        return f"train the {self.train}est drift{unit if self.k is None else ''}{where}, {self._size()}"
+        unit = unit if self.k is None and self.order == "drift" else ""
+        return f"train the {self.train}est {what}{unit}{where}, {self._size()}"
 
     def _size(self) -> str:
-        return f"{self.k} in each projection" if self.k is not None else f"at most {self.budget:.2%} of all parameters"
+        if self.k is not None:
+            return f"{self.k} in each projection"
+        spread = [
+            "divided evenly among the projections" if self.balanced else "",
+            f"at most {self.per_layer} in a layer" if self.per_layer else "",
+            f"some in every {self.every} layers" if self.every else "",
+        ]
+        return ", ".join([f"at most {self.budget:.2%} of all parameters", *filter(None, spread)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as JSON-able values."""
         values = asdict(self)
         values["projections"] = list(self.projections) if self.projections is not None else None
+        values["dimensions"] = list(self.dimensions)
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SelectionRule:
         """Return the rule that `to_dict` wrote."""
-        return cls(**values)
+        return cls(**{**values, "dimensions": tuple(values.get("dimensions", (0,)))})
 
 
 def scores(rows: Sequence[MatrixDrift], rule: SelectionRule) -> np.ndarray:
@@ -125,14 +167,40 @@ def scores(rows: Sequence[MatrixDrift], rule: SelectionRule) -> np.ndarray:
     """
     if rule.order == "random":
         return np.random.default_rng(rule.seed).permutation(len(rows)).astype(np.float64)
-    drift = np.array(
-        [{"points": row.per_point, "total": row.relative, "none": row.drift[0]}[rule.normalise] for row in rows]
-    )
-    if not np.isfinite(drift).all():
-        bad = rows[int(np.flatnonzero(~np.isfinite(drift))[0])]
-        raise ValueError(f"The drift of {bad.id!r} is not a finite number and can't be ranked.")
+    if rule.order in _PLACES:
+        layers = np.array([row.layer for row in rows], dtype=np.float64)
+        return -layers if rule.order == "first" else layers
+    values = np.array([_measured(row, rule) for row in rows], dtype=np.float64)
+    if not np.isfinite(values).all():
+        bad = rows[int(np.flatnonzero(~np.isfinite(values))[0])]
+        raise ValueError(f"The {rule.order} of {bad.id!r} is not a finite number and can't be ranked.")
     wanted = rule.train or rule.freeze
-    return drift if wanted == "high" else -drift
+    return values if wanted == "high" else -values
+
+
+def _measured(row: MatrixDrift, rule: SelectionRule) -> float:
+    if rule.order == "norm":
+        if row.relative_norm is None:
+            raise ValueError(
+                f"The table has no norm of the change of {row.id!r}: it was made from diagrams alone. Measure the "
+                "drift between two models."
+            )
+        return row.relative_norm
+    if rule.order != "drift":
+        if rule.order not in row.scores:
+            known = ["drift", "norm", *_PLACES, *sorted(row.scores)]
+            raise ValueError(f"order={rule.order!r} is unknown; this table can be ranked by {known}.")
+        return row.scores[rule.order]
+    lacking = [dimension for dimension in rule.dimensions if dimension not in row.drift]
+    if lacking:
+        raise ValueError(
+            f"The drift was not measured in dimensions {lacking}, only in {sorted(row.drift)}; measure it with "
+            f"`dimensions={rule.dimensions}`."
+        )
+    drift = sum(row.drift[dimension] for dimension in rule.dimensions)
+    if rule.normalise == "total":
+        return drift / row.total_persistence if row.total_persistence else 0.0
+    return drift / row.shape[0] if rule.normalise == "points" else drift
 
 
 def select(table: DriftTable, rule: SelectionRule) -> list[str]:
@@ -164,7 +232,16 @@ def select(table: DriftTable, rule: SelectionRule) -> list[str]:
     ranked = [candidates[index] for index in np.argsort(-score, kind="stable")]
 
     if rule.budget is not None:
-        chosen = _walk_budget(ranked, rule.budget, table.base["parameters"])
+        total = table.base["parameters"]
+        if rule.balanced:
+            size = sum(row.size for row in candidates)
+            chosen = set()
+            for projection in wanted:
+                own = [row for row in ranked if row.projection == projection]
+                share = rule.budget * sum(row.size for row in own) / size
+                chosen |= _walk_budget(own, share, total, rule)
+        else:
+            chosen = _walk_budget(ranked, rule.budget, total, rule)
     else:
         chosen = set()
         for projection in wanted:
@@ -180,14 +257,29 @@ def _projection_order(name: str) -> tuple[int, str]:
     return (PROJECTIONS.index(name) if name in PROJECTIONS else len(PROJECTIONS), name)
 
 
-def _walk_budget(ranked: Sequence[MatrixDrift], budget: float, parameters: int) -> set[str]:
+def _walk_budget(ranked: Sequence[MatrixDrift], budget: float, parameters: int, rule: SelectionRule) -> set[str]:
     """Take matrices in order while they fit; skip one that does not and go on to smaller ones."""
     left = budget * parameters
-    chosen = set()
+    chosen: set[str] = set()
+    in_layer: Counter[int] = Counter()
+    covered: set[int] = set()
+
+    def take(row: MatrixDrift) -> bool:
+        nonlocal left
+        if row.id in chosen or row.size > left or (rule.per_layer and in_layer[row.layer] >= rule.per_layer):
+            return False
+        chosen.add(row.id)
+        in_layer[row.layer] += 1
+        left -= row.size
+        return True
+
+    if rule.every:
+        for row in ranked:
+            window = row.layer // rule.every
+            if window not in covered and take(row):
+                covered.add(window)
     for row in ranked:
-        if row.size <= left:
-            chosen.add(row.id)
-            left -= row.size
+        take(row)
     if not chosen:
         smallest = min(ranked, key=lambda row: row.size)
         raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ..drift import DriftTable
+    from ..drift import DriftTable, MatrixDrift
     from ..profile import FreezingProfile
 
 
@@ -82,7 +82,7 @@ def drift_heatmap(
     profile: FreezingProfile | None = None,
     theme: str = "light",
 ) -> None:
-    """Draw the drift of all matrices: layers from left to right, one row per projection.
+    """Draw the drift of all matrices: layers from left to right, one row per projection, or per head of one.
 
     Parameters
     ----------
@@ -98,12 +98,13 @@ def drift_heatmap(
     ModuleNotFoundError
         If matplotlib is not installed.
     """
-    names = sorted({row.projection for row in table.rows}, key=lambda name: ("qkvo".find(name) % 9, name))
+    lines = sorted({_line(row) for row in table.rows})
+    names = [name if head is None else f"{name} {head}" for _, name, head in lines]
     layers = sorted({row.layer for row in table.rows})
     exponent = _exponent(max(row.per_point for row in table.rows))
-    values = np.full((len(names), len(layers)), np.nan)
+    values = np.full((len(lines), len(layers)), np.nan)
     for row in table.rows:
-        values[names.index(row.projection), layers.index(row.layer)] = row.per_point / 10.0**exponent
+        values[lines.index(_line(row)), layers.index(row.layer)] = row.per_point / 10.0**exponent
 
     figure, colours = _figure(max(6.0, 1.9 + 0.27 * len(layers)), 1.5 + 0.42 * len(names), theme)
     axes = figure.add_subplot()
@@ -120,7 +121,7 @@ def drift_heatmap(
         spine.set_visible(False)
     axes.tick_params(length=0)
     if profile is not None:
-        _frame(axes, table, profile, names, layers, colours)
+        _frame(axes, table, profile, lines, layers, colours)
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
     bar.set_label(f"drift per row{_power(exponent)}", color=colours.ink)
     bar.ax.tick_params(colors=colours.ink)
@@ -128,13 +129,17 @@ def drift_heatmap(
     _save(figure, path)
 
 
-def _frame(axes, table, profile, names, layers, colours) -> None:
+def _line(row: MatrixDrift) -> tuple[int, str, int | None]:
+    return ("qkvo".find(row.projection) % 9, row.projection, row.head)
+
+
+def _frame(axes, table, profile, lines, layers, colours) -> None:
     from matplotlib.patches import Patch, Rectangle
 
     chosen = set(profile.trained)
     for row in table.rows:
         if row.id in chosen:
-            corner = (layers.index(row.layer) - 0.43, names.index(row.projection) - 0.43)
+            corner = (layers.index(row.layer) - 0.43, lines.index(_line(row)) - 0.43)
             axes.add_patch(Rectangle(corner, 0.86, 0.86, fill=False, edgecolor=colours.mark, linewidth=2.2))
     axes.legend(
         handles=[Patch(facecolor="none", edgecolor=colours.mark, linewidth=2.2)],

@@ -7,6 +7,9 @@ A task is a `Task`, found by name with `get_task`. Its `load` gives rows as plai
 - choice tasks add ``{"choices": list[str], "label": int}``, with ``completion == choices[label]``;
 - texts give ``{"text": str}``.
 
+Some come out of small packages and need no account or Hub; the others (``gsm8k``, ``arc_easy``, ``boolq``,
+``svamp``) from the Hugging Face Hub, or from a folder of JSON Lines files given as ``data_dir``.
+
 `topotuner_peft.tasks.scoring` scores a model on such rows.
 """
 
@@ -23,13 +26,24 @@ _MODULES = {
     "math_word_problems": "topotuner_peft.tasks.math_word_problems",
     "sentiment": "topotuner_peft.tasks.sentiment",
     "general_text": "topotuner_peft.tasks.general_text",
+    "gsm8k": "topotuner_peft.tasks.gsm8k",
+    "arc_easy": "topotuner_peft.tasks.arc_easy",
+    "boolq": "topotuner_peft.tasks.boolq",
+    "svamp": "topotuner_peft.tasks.svamp",
 }
 
 
 class Loader(Protocol):
     """What loads the rows of a task."""
 
-    def __call__(self, split: str, size: int | None = None, seed: int = 0, cache_dir: Path | None = None) -> list[dict]:
+    def __call__(
+        self,
+        split: str,
+        size: int | None = None,
+        seed: int = 0,
+        cache_dir: Path | None = None,
+        data_dir: Path | None = None,
+    ) -> list[dict]:
         """Return `size` rows (None: all there are) of a split; the same arguments give the same rows."""
         ...
 

@@ -24,7 +24,13 @@ _START = "\nIN THE YEAR 2889.\n"
 _END = "\nEnd of Project Gutenberg's In the Year 2889"
 
 
-def load(split: str = "test", size: int | None = None, seed: int = 0, cache_dir: Path | None = None) -> list[dict]:
+def load(
+    split: str = "test",
+    size: int | None = None,
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = None,
+) -> list[dict]:
     """Load chunks of the story.
 
     Parameters
@@ -37,6 +43,8 @@ def load(split: str = "test", size: int | None = None, seed: int = 0, cache_dir:
         Which chunks, where fewer than all are asked for. They come in the story's order.
     cache_dir : path-like, optional
         Where the package's wheel is kept, see `topotuner_peft.demo.assets`.
+    data_dir : path-like, optional
+        Not used.
 
     Returns
     -------

@@ -44,7 +44,13 @@ _ROWS_PER_SEED = 10**6
 _SEEDS_PER_SPLIT = 10**6
 
 
-def load(split: str, size: int | None = 1000, seed: int = 0, cache_dir: Path | None = None) -> list[dict]:
+def load(
+    split: str,
+    size: int | None = 1000,
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = None,
+) -> list[dict]:
     """Make math word problems.
 
     Parameters
@@ -57,6 +63,8 @@ def load(split: str, size: int | None = 1000, seed: int = 0, cache_dir: Path | N
         Which rows, below a million. With the same seed, a smaller request is the beginning of a larger one.
     cache_dir : path-like, optional
         Where the package's wheel is kept, see `topotuner_peft.demo.assets`.
+    data_dir : path-like, optional
+        Not used.
 
     Returns
     -------

@@ -43,7 +43,13 @@ _LABELS = {"rotten": 0, "fresh": 1}
 _MAX_WORDS = 60
 
 
-def load(split: str, size: int | None = None, seed: int = 0, cache_dir: Path | None = None) -> list[dict]:
+def load(
+    split: str,
+    size: int | None = None,
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = None,
+) -> list[dict]:
     """Load review sentences, balanced between the two labels.
 
     Parameters
@@ -56,6 +62,8 @@ def load(split: str, size: int | None = None, seed: int = 0, cache_dir: Path | N
         Which rows, and their order. With the same seed, a smaller request is the beginning of a larger one.
     cache_dir : path-like, optional
         Where the file is cached; see `topotuner_peft.demo.assets.fetch`.
+    data_dir : path-like, optional
+        Not used.
 
     Returns
     -------

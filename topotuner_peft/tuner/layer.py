@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,33 @@ from torch import nn
 
 from ..projections import in_out_features
 
-# Half-open ranges of a module's output features; None for all of them.
-Rows = tuple[tuple[int, int], ...] | None
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of a module's weight that a delta covers.
+
+    Attributes
+    ----------
+    rows, columns : tuple of (int, int) or None
+        Half-open ranges of output and of input features; None for all of them.
+    """
+
+    rows: Ranges | None = None
+    columns: Ranges | None = None
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Return (rows, columns) of the block in a weight of this size."""
+        return _length(self.rows, out_features), _length(self.columns, in_features)
+
+
+def _length(ranges: Ranges | None, whole: int) -> int:
+    return whole if ranges is None else sum(stop - start for start, stop in ranges)
+
+
+def _index(ranges: Ranges, device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
 
 
 class DeltaLinear(nn.Module):
@@ -27,7 +53,7 @@ class DeltaLinear(nn.Module):
     Parameters
     ----------
     in_features, out_features : int
-        Columns and rows of the delta; ``out_features`` counts the trained rows only.
+        Columns and rows of the delta: the trained ones only.
     """
 
     def __init__(self, in_features: int, out_features: int):
@@ -48,15 +74,15 @@ class DeltaLinear(nn.Module):
 
 
 class TopoLayer(BaseTunerLayer):
-    """What every adapted layer has: per adapter a delta and the rows it covers."""
+    """What every adapted layer has: per adapter a delta and the block it covers."""
 
     adapter_layer_names: tuple[str, ...] = ("topotuner_delta",)
-    other_param_names: tuple[str, ...] = ("topotuner_rows",)
+    other_param_names: tuple[str, ...] = ("topotuner_blocks",)
 
     def __init__(self, base_layer: nn.Module, **kwargs: Any):
         self.base_layer = base_layer
         self.topotuner_delta = nn.ModuleDict({})
-        self.topotuner_rows: dict[str, Rows] = {}
+        self.topotuner_blocks: dict[str, Block] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         # What merging puts aside: the tensor (or packed parameter) that was there, so that unmerging is bitwise.
@@ -67,27 +93,27 @@ class TopoLayer(BaseTunerLayer):
         self.out_features, self.in_features, self.transposed = in_out_features(base_layer)
 
     def update_layer(
-        self, adapter_name: str, rows: Rows, *, init_weights: bool = True, inference_mode: bool = False
+        self, adapter_name: str, block: Block, *, init_weights: bool = True, inference_mode: bool = False
     ) -> None:
         """Add an adapter.
 
         Parameters
         ----------
         adapter_name : str
-        rows : tuple of (int, int) or None
-            Which output features train; None for all.
+        block : Block
+            Which part of the weight trains.
         init_weights : bool
             False fills the delta with rank-4 noise (full-rank noise would be no test for conversion to LoRA).
         inference_mode : bool
             Whether the adapter stays frozen.
         """
-        count = self.out_features if rows is None else sum(stop - start for start, stop in rows)
-        self.topotuner_rows[adapter_name] = rows
-        delta = DeltaLinear(self.in_features, count)
+        height, width = block.shape(self.out_features, self.in_features)
+        self.topotuner_blocks[adapter_name] = block
+        delta = DeltaLinear(width, height)
         if not init_weights and not delta.weight.is_meta:
             with torch.no_grad():
-                left = torch.randn(count, 4) / 4
-                delta.weight.copy_(left @ torch.randn(4, self.in_features) / self.in_features**0.5)
+                left = torch.randn(height, 4) / 4
+                delta.weight.copy_(left @ torch.randn(4, width) / width**0.5)
         self.topotuner_delta[adapter_name] = delta
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
@@ -119,14 +145,13 @@ class TopoLayer(BaseTunerLayer):
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
         """Return an adapter's change of the whole weight, laid out as the base layer stores its weight."""
         delta = self.topotuner_delta[adapter_name].weight
-        rows = self.topotuner_rows[adapter_name]
-        if rows is not None:
-            full = delta.new_zeros(self.out_features, self.in_features)
-            offset = 0
-            for start, stop in rows:
-                full[start:stop] = delta[offset : offset + stop - start]
-                offset += stop - start
-            delta = full
+        block = self.topotuner_blocks[adapter_name]
+        if block.columns is not None:
+            wide = delta.new_zeros(delta.shape[0], self.in_features)
+            delta = wide.index_copy(1, _index(block.columns, delta.device), delta)
+        if block.rows is not None:
+            tall = delta.new_zeros(self.out_features, self.in_features)
+            delta = tall.index_copy(0, _index(block.rows, delta.device), delta)
         return delta.T if self.transposed else delta
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
@@ -141,7 +166,7 @@ class TopoLinear(nn.Module, TopoLayer):
         self,
         base_layer: nn.Module,
         adapter_name: str,
-        rows: Rows,
+        block: Block,
         *,
         init_weights: bool = True,
         **kwargs: Any,
@@ -149,7 +174,7 @@ class TopoLinear(nn.Module, TopoLayer):
         super().__init__()
         TopoLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
-        self.update_layer(adapter_name, rows, init_weights=init_weights)
+        self.update_layer(adapter_name, block, init_weights=init_weights)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add deltas into the base weight; what was there is put aside, so that `unmerge` restores it bitwise.
@@ -225,19 +250,27 @@ class TopoLinear(nn.Module, TopoLayer):
         for name in self.active_adapters:
             if name not in self.topotuner_delta or name in self.merged_adapters:
                 continue
-            change = self.topotuner_delta[name](x).to(result.dtype)
-            rows = self.topotuner_rows[name]
-            result = result + change if rows is None else _add_rows(result, change, rows)
+            block = self.topotuner_blocks[name]
+            part = x if block.columns is None else _take_columns(x, block.columns)
+            change = self.topotuner_delta[name](part).to(result.dtype)
+            result = result + change if block.rows is None else _add_rows(result, change, block.rows)
         return result
 
     def __repr__(self) -> str:
         return "topotuner." + super().__repr__()
 
 
-def _add_rows(result: torch.Tensor, change: torch.Tensor, rows: tuple[tuple[int, int], ...]) -> torch.Tensor:
+def _take_columns(x: torch.Tensor, columns: Ranges) -> torch.Tensor:
+    """Return the input features (..., m) of (..., n) that ``columns`` covers."""
+    if len(columns) == 1:
+        start, stop = columns[0]
+        return x[..., start:stop]
+    return x.index_select(-1, _index(columns, x.device))
+
+
+def _add_rows(result: torch.Tensor, change: torch.Tensor, rows: Ranges) -> torch.Tensor:
     """Add (..., m) to the m output features of (..., n) that ``rows`` covers."""
     if len(rows) == 1:
         start, stop = rows[0]
         return result + F.pad(change, (start, result.shape[-1] - stop))
-    index = torch.cat([torch.arange(start, stop, device=result.device) for start, stop in rows])
-    return result.index_add(-1, index, change)
+    return result.index_add(-1, _index(rows, result.device), change)

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..projections import (
     PROJECTIONS,
     Projection,
+    are_heads,
     count_parameters,
     find_projections,
     fingerprint,
@@ -30,7 +31,7 @@ from ..projections import (
 )
 from .boundary import GradientBoundary
 from .config import TopoConfig
-from .layer import DeltaLinear, Rows, TopoLayer, TopoLinear
+from .layer import Block, DeltaLinear, Ranges, TopoLayer, TopoLinear
 
 
 class TopoModel(BaseTuner):
@@ -72,7 +73,11 @@ class TopoModel(BaseTuner):
         profile = config.load_profile()
         if profile is not None:
             names = {row.projection for row in profile.table.rows}
-            found = find_projections(model, projections=[name for name in PROJECTIONS if name in names])
+            found = find_projections(
+                model,
+                projections=[name for name in PROJECTIONS if name in names],
+                heads=are_heads(row.id for row in profile.table.rows),
+            )
             model_type = getattr(text_config(getattr(model, "config", None)), "model_type", None)
             chosen = profile.resolve(found, model_type=model_type, strict=config.strict)
             _warn_of_other_weights(profile.table.base, model, found)
@@ -144,11 +149,11 @@ class TopoModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        rows = self._rows(peft_config, strip_wrappers(current_key))
+        block = self._block(peft_config, strip_wrappers(current_key))
         if isinstance(target, TopoLayer):
             target.update_layer(
                 adapter_name,
-                rows,
+                block,
                 init_weights=peft_config.init_weights,
                 inference_mode=peft_config.inference_mode,
             )
@@ -168,7 +173,7 @@ class TopoModel(BaseTuner):
         new_module = TopoLinear(
             target,
             adapter_name,
-            rows,
+            block,
             init_weights=peft_config.init_weights,
             **get_quantization_kwargs(self),
         )
@@ -176,21 +181,23 @@ class TopoModel(BaseTuner):
             new_module.requires_grad_(False)
         self._replace_module(parent, target_name, new_module, target)
 
-    def _rows(self, config: TopoConfig, module: str) -> Rows:
-        """Return the rows of a fused module that the configuration trains, or None for the whole module."""
+    def _block(self, config: TopoConfig, module: str) -> Block:
+        """Return the part of a module that the configuration trains: all of it, rows of a fused one, or heads."""
         if config.matrices is None:
-            return None
-        blocks = {block for path, block in map(split_id, config.matrices) if path == module}
-        if not blocks or None in blocks:
-            return None
-        by_id: dict[str, Projection] = {p.id: p for p in find_projections(self.model)}
-        ranges = []
-        for block in sorted(blocks):
-            projection = by_id.get(f"{module}[{block}]")
-            if projection is None:
-                raise ValueError(f"{module!r} has no block {block!r} in this model.")
-            ranges.extend(projection.rows)
-        return _join(sorted(ranges))
+            return Block()
+        ids = [name for name in config.matrices if split_id(name)[0] == module]
+        if not ids or any(split_id(name)[1] is None for name in ids):
+            return Block()
+        by_id = self._found(are_heads(ids))
+        unknown = [name for name in ids if name not in by_id]
+        if unknown:
+            raise ValueError(f"This model has no {unknown[0]!r}: {module!r} has no such block.")
+        rows = [span for name in ids if by_id[name].rows is not None for span in by_id[name].rows]
+        columns = [by_id[name].columns for name in ids if by_id[name].columns is not None]
+        return Block(_join(sorted(rows)) if rows else None, _join(sorted(columns)) if columns else None)
+
+    def _found(self, heads: bool) -> dict[str, Projection]:
+        return {projection.id: projection for projection in find_projections(self.model, heads=heads)}
 
     def unload(self) -> nn.Module:
         """Return the base model without the deltas."""
@@ -259,7 +266,7 @@ class TopoModel(BaseTuner):
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, cleaned)
 
 
-def _join(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _join(ranges: list[tuple[int, int]]) -> Ranges:
     """Join ranges that touch, so that q and k side by side are one block."""
     joined = [ranges[0]]
     for start, stop in ranges[1:]:

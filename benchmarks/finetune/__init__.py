@@ -1,0 +1,1 @@
+"""Controlled fine-tuning experiments: whether the drift does anything that chance would not do."""
