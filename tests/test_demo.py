@@ -56,7 +56,7 @@ def test_timing_a_step_trains_nothing():
     model = tiny.build("llama")
     before = {name: p.clone() for name, p in model.named_parameters()}
     batch = {"input_ids": tiny.INPUT_IDS, "attention_mask": torch.ones_like(tiny.INPUT_IDS), "labels": tiny.INPUT_IDS}
-    assert time_steps(model, batch) > 0
+    assert time_steps(model, [batch, batch]) > 0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from .plan import FAST, FULL, Limits, Plan, Sizes, make_plan, probe
 
 BUDGET = 0.015
 MODEL_NAME = "SmolLM2-135M-Instruct"
+_PROBED_BATCHES = 3
 
 
 class DemoError(RuntimeError):
@@ -207,24 +209,25 @@ class _Demo:
     def _plan(self) -> dict[str, Any]:
         from ..tasks import get_task
 
-        def batch(task: str, size: int) -> dict[str, Any]:
+        def batches(task: str, size: int) -> list[dict[str, Any]]:
             # Trained on nowhere: the probe must not see what is scored or learned.
-            rows = get_task(task).load("validation", size, self.seed, self.cache_dir)
-            tokens = self.tokenizer(
-                [row["prompt"] + row["completion"] for row in rows], return_tensors="pt", padding=True
-            )
-            return {**tokens, "labels": tokens["input_ids"]}
+            rows = get_task(task).load("validation", _PROBED_BATCHES * size, self.seed, self.cache_dir)
+            texts = [row["prompt"] + row["completion"] for row in rows]
+            encoded = [
+                self.tokenizer(texts[start : start + size], return_tensors="pt", padding=True)
+                for start in range(0, len(texts), size)
+            ]
+            return [{**tokens, "labels": tokens["input_ids"]} for tokens in encoded]
 
-        target = batch("sentiment", self.limits.target_batch)
-        prior = batch("math_word_problems", self.limits.prior_batch)
+        def padded(batches: list[dict[str, Any]]) -> float:
+            return statistics.mean(batch["input_ids"].shape[1] for batch in batches)
+
+        target = batches("sentiment", self.limits.target_batch)
+        prior = batches("math_word_problems", self.limits.prior_batch)
         seconds = probe(self._new_model, target, prior)
         per_token = seconds.pop("forward_per_token")
         text = self.tokenizer([row["text"] for row in self._held_out().text], padding=True)["input_ids"]
-        per_row = {
-            "target": target["input_ids"].shape[1],
-            "prior": prior["input_ids"].shape[1],
-            "text": len(text[0]),
-        }
+        per_row = {"target": padded(target), "prior": padded(prior), "text": len(text[0])}
         tokens = (
             self.limits.test_rows * per_row["target"]
             + self.limits.prior_test_rows * per_row["prior"]

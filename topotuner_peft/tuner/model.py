@@ -191,7 +191,8 @@ class TopoModel(BaseTuner):
         by_id = self._found(are_heads(ids))
         unknown = [name for name in ids if name not in by_id]
         if unknown:
-            raise ValueError(f"This model has no {unknown[0]!r}: {module!r} has no such block.")
+            block = split_id(unknown[0])[1]
+            raise ValueError(f"This model has no {unknown[0]!r}: {module!r} has no block {block!r}.")
         rows = [span for name in ids if by_id[name].rows is not None for span in by_id[name].rows]
         columns = [by_id[name].columns for name in ids if by_id[name].columns is not None]
         return Block(_join(sorted(rows)) if rows else None, _join(sorted(columns)) if columns else None)
