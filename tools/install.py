@@ -33,8 +33,10 @@ def install_torch() -> None:
         return
     print("Installing torch (no GPU here, so the CPU build) …", flush=True)
     # A local version can only come from an index or folder that the user has configured to hold CPU builds.
-    if not pip(f"torch=={TORCH}+cpu", check=False):
-        pip("torch>=2.6", "--index-url", CPU_INDEX)
+    if pip(f"torch=={TORCH}+cpu", check=False) or pip("torch>=2.6", "--index-url", CPU_INDEX, check=False):
+        return
+    print(f"No CPU build at {CPU_INDEX}: installing the default build, which is large …", flush=True)
+    pip(f"torch=={TORCH}")
 
 
 def main(extra: str) -> None:
