@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,38 +10,60 @@ import tiny
 import torch
 
 from topotuner_peft.demo.evaluation import paired_difference
-from topotuner_peft.demo.plan import FAST, FULL, Limits, Plan, make_plan, time_steps
+from topotuner_peft.demo.plan import FAST, FULL, Plan, make_plan, time_steps
 
-SECONDS = {"full": 5.5, "lora": 3.9, "topotuner": 3.6, "prior": 7.0, "scoring": 20.0}
-LONG = Limits(10_000, 4, 3, 16, 8, 256, 16, 16, 10_000)
+HALF_STEPS = {"full": 2.5, "lora": 1.9, "topotuner": 1.8, "prior": 3.5}
+SCORING = (0.12, 2.0)
+LONG = replace(FULL, seconds=10_000, target_batch=16, prior_batch=8, most_steps=10_000)
 
 
-@pytest.mark.parametrize("limits", [FULL, LONG, Limits(2000, 4, 3, 16, 8, 256, 16, 16, 1000)])
-@pytest.mark.parametrize("speed", [0.3, 1.0])
-def test_the_plan_fits_its_time_and_uses_most_of_it(limits, speed):
-    seconds = {name: speed * value for name, value in SECONDS.items()}
-    plan = make_plan(seconds, limits)
+def at_speed(factor, limits, **more):
+    half_steps = {name: factor * value for name, value in HALF_STEPS.items()}
+    return make_plan(half_steps, tuple(factor * value for value in SCORING), limits, **more)
+
+
+@pytest.mark.parametrize("limits", [FULL, LONG, replace(LONG, seconds=2000)])
+@pytest.mark.parametrize("factor", [0.3, 1.0, 2.0])
+def test_the_plan_fits_its_time_and_uses_most_of_it(limits, factor):
+    plan = at_speed(factor, limits, spent=60)
     expected = sum(plan.estimate.values())
     assert expected <= limits.seconds
-    if plan.target.steps_per_epoch < limits.most_steps and limits is not FULL:
-        assert expected > 0.9 * limits.seconds
+    if plan.target.steps_per_epoch < limits.most_steps and plan.prior.steps_per_epoch < limits.most_steps:
+        assert expected > 0.85 * limits.seconds
+
+
+def test_what_was_spent_before_is_not_spent_again():
+    early, late = at_speed(1.0, LONG), at_speed(1.0, LONG, spent=3000)
+    assert late.target.steps < 0.75 * early.target.steps
+    assert sum(late.estimate.values()) <= LONG.seconds
 
 
 def test_every_method_gets_the_same_steps():
-    plan = make_plan(SECONDS, LONG)
+    plan = at_speed(1.0, LONG)
     steps = {name: plan.estimate[name] / plan.step_seconds[name] for name in ("topotuner", "lora", "full")}
     assert set(np.round(list(steps.values()), 9)) == {plan.target.steps}
     assert plan.estimate["random"] == plan.estimate["topotuner"]
     assert plan.target.examples == plan.target.steps_per_epoch * 16
+    assert plan.step_seconds["full"] == 2 * HALF_STEPS["full"]
 
 
 def test_a_fast_machine_gets_no_more_than_the_most_steps():
-    plan = make_plan({name: value / 100 for name, value in SECONDS.items()}, FULL)
+    plan = at_speed(0.01, FULL)
     assert plan.target.steps_per_epoch == plan.prior.steps_per_epoch == FULL.most_steps
+    assert plan.limits.test_rows == FULL.test_rows
+
+
+def test_a_slow_machine_halves_the_batch_and_scores_fewer_reviews_before_it_loses_its_steps():
+    plan = at_speed(1.5, FULL, spent=100)
+    assert (plan.target.batch_size, plan.prior.batch_size) == (4, 2)
+    assert plan.target.steps_per_epoch > 4
+    assert plan.step_seconds["full"] == 1.5 * HALF_STEPS["full"]
+    assert FULL.least_test_rows <= plan.limits.test_rows < FULL.test_rows
+    assert f"{plan.limits.test_rows} held-out reviews" in " ".join(plan.sentences())
 
 
 def test_a_machine_too_slow_for_the_time_is_told_so():
-    plan = make_plan({name: 100 * value for name, value in SECONDS.items()}, FAST)
+    plan = at_speed(100, FAST)
     assert plan.target.steps_per_epoch == plan.prior.steps_per_epoch == 2
     assert sum(plan.estimate.values()) > FAST.seconds
     minutes = sum(plan.estimate.values()) / 60
@@ -48,7 +71,7 @@ def test_a_machine_too_slow_for_the_time_is_told_so():
 
 
 def test_a_plan_survives_its_file():
-    plan = make_plan(SECONDS, FULL)
+    plan = at_speed(1.0, FULL)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 

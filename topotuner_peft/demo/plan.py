@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Shares of the time that is left for training after scoring. The prior run happens once and the four methods
-# share the rest.
-_PRIOR_SHARE = 0.28
+# Share of the time that scoring five models may take, before it is done on fewer reviews.
+_SCORING_SHARE = 0.22
+# Share of the time that is left for training after scoring. The prior run happens once and the four methods share
+# the rest.
+_PRIOR_SHARE = 0.25
 # What the probe can't see: making models, building data sets, the diagrams, the report.
 _OVERHEAD_SECONDS = 75.0
 # A Trainer's step against the probe's bare one: data loading, callbacks, a machine that warms up.
@@ -58,10 +60,14 @@ class Limits:
         The time the whole run is fitted to.
     target_epochs, prior_epochs : int
     target_batch, prior_batch : int
-    test_rows, prior_test_rows, text_rows : int
-        How many examples score a model.
-    most_steps : int
-        Steps per epoch that a fast machine gets at most.
+        Halved where the machine is too slow for ``least_steps`` an epoch. Even numbers.
+    test_rows, least_test_rows : int
+        How many reviews score a model; fewer, down to the least, where that would take too long.
+    prior_test_rows, text_rows : int
+        How many math problems and pieces of text do.
+    least_steps, most_steps : int
+        Steps per epoch: below the least the batch is halved (the first epoch's few steps would be a poor yardstick
+        for the stopping score), and a fast machine gets the most.
     """
 
     seconds: float
@@ -70,13 +76,39 @@ class Limits:
     target_batch: int
     prior_batch: int
     test_rows: int
+    least_test_rows: int
     prior_test_rows: int
     text_rows: int
+    least_steps: int
     most_steps: int
 
 
-FULL = Limits(740, 4, 3, 8, 4, 256, 16, 16, 60)
-FAST = Limits(110, 3, 2, 8, 4, 32, 4, 4, 4)
+FULL = Limits(
+    seconds=860,
+    target_epochs=4,
+    prior_epochs=2,
+    target_batch=8,
+    prior_batch=4,
+    test_rows=256,
+    least_test_rows=128,
+    prior_test_rows=12,
+    text_rows=12,
+    least_steps=8,
+    most_steps=60,
+)
+FAST = Limits(
+    seconds=150,
+    target_epochs=3,
+    prior_epochs=2,
+    target_batch=4,
+    prior_batch=2,
+    test_rows=32,
+    least_test_rows=16,
+    prior_test_rows=2,
+    text_rows=2,
+    least_steps=2,
+    most_steps=4,
+)
 
 
 @dataclass(frozen=True)
@@ -87,9 +119,10 @@ class Plan:
     ----------
     prior, target : Sizes
     limits : Limits
+        Those of the kind of run, with the number of test rows that was settled on.
     step_seconds : dict of str to float
-        ``prior``, ``topotuner``, ``lora``, ``full``: what the probe measured and a Trainer adds; ``scoring`` (one
-        model).
+        ``prior``, ``topotuner``, ``lora``, ``full``: a Trainer's step of the batch that was settled on;
+        ``scoring`` (one model).
     estimate : dict of str to float
         Expected seconds per stage.
     """
@@ -137,43 +170,60 @@ class Plan:
         return cls(prior, target, Limits(**values["limits"]), dict(values["step_seconds"]), dict(values["estimate"]))
 
 
-def make_plan(step_seconds: Mapping[str, float], limits: Limits) -> Plan:
+def make_plan(
+    half_steps: Mapping[str, float], scoring: tuple[float, float], limits: Limits, spent: float = 0.0
+) -> Plan:
     """Fit the sizes into the time.
 
     Parameters
     ----------
-    step_seconds : mapping of str to float
-        Seconds of one training step per method, see `Plan`.
+    half_steps : mapping of str to float
+        Seconds of one training step at half the limits' batch: ``prior``, ``topotuner``, ``lora``, ``full``.
+    scoring : tuple of float
+        Seconds of scoring one model: per review, and for all else together.
     limits : Limits
+    spent : float
+        Seconds of the time that are gone already.
 
     Returns
     -------
     Plan
         With at least two steps an epoch, also where that takes longer than asked; ``estimate`` says so.
     """
-    scoring = 5 * step_seconds["scoring"]  # base, topotuner, random, lora, full
-    left = max(limits.seconds - _OVERHEAD_SECONDS - scoring, 0.0)
-    per_prior_epoch = left * _PRIOR_SHARE / limits.prior_epochs
-    target_step = 2 * step_seconds["topotuner"] + step_seconds["lora"] + step_seconds["full"]
-    per_target_epoch = left * (1 - _PRIOR_SHARE) / limits.target_epochs
-    prior = Sizes(
-        min(max(2, int(per_prior_epoch / step_seconds["prior"])), limits.most_steps),
-        limits.prior_batch,
-        limits.prior_epochs,
-    )
-    target = Sizes(
-        min(max(2, int(per_target_epoch / target_step)), limits.most_steps), limits.target_batch, limits.target_epochs
-    )
-    estimate = {
-        "prior": prior.steps * step_seconds["prior"],
-        "topotuner": target.steps * step_seconds["topotuner"],
-        "random": target.steps * step_seconds["topotuner"],
-        "lora": target.steps * step_seconds["lora"],
-        "full": target.steps * step_seconds["full"],
-        "scoring": scoring,
-        "other": _OVERHEAD_SECONDS,
+    models = 5  # base, topotuner, random, lora, full
+    per_row, rest = scoring
+    affordable = (_SCORING_SHARE * limits.seconds / models - rest) / per_row
+    limits = replace(limits, test_rows=int(min(max(affordable, limits.least_test_rows), limits.test_rows)))
+    per_model = per_row * limits.test_rows + rest
+    left = max(limits.seconds - spent - _OVERHEAD_SECONDS - models * per_model, 0.0)
+    target_step = 2 * half_steps["topotuner"] + half_steps["lora"] + half_steps["full"]
+    prior = _fit(left * _PRIOR_SHARE, half_steps["prior"], limits, limits.prior_batch, limits.prior_epochs)
+    target = _fit(left * (1 - _PRIOR_SHARE), target_step, limits, limits.target_batch, limits.target_epochs)
+    # A whole batch takes no longer than two halves.
+    halves = {"prior": 2 * prior.batch_size / limits.prior_batch}
+    seconds = {
+        name: halves.get(name, 2 * target.batch_size / limits.target_batch) * value
+        for name, value in half_steps.items()
     }
-    return Plan(prior, target, limits, dict(step_seconds), estimate)
+    estimate = {
+        "prior": prior.steps * seconds["prior"],
+        "topotuner": target.steps * seconds["topotuner"],
+        "random": target.steps * seconds["topotuner"],
+        "lora": target.steps * seconds["lora"],
+        "full": target.steps * seconds["full"],
+        "scoring": models * per_model,
+        "other": _OVERHEAD_SECONDS + spent,
+    }
+    return Plan(prior, target, limits, {**seconds, "scoring": per_model}, estimate)
+
+
+def _fit(seconds: float, half_step: float, limits: Limits, batch: int, epochs: int) -> Sizes:
+    """Return the sizes of a run of so many seconds."""
+    steps = int(seconds / epochs / (2 * half_step))
+    if steps < limits.least_steps:
+        batch //= 2
+        steps = int(seconds / epochs / half_step)
+    return Sizes(min(max(2, steps), limits.most_steps), batch, epochs)
 
 
 def time_steps(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> float:
@@ -218,7 +268,7 @@ def probe(
     load: Callable[[], nn.Module],
     target_batches: Sequence[Mapping[str, Any]],
     prior_batches: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
+) -> tuple[dict[str, float], float]:
     """Time a training step of each kind of method and the forward pass.
 
     Parameters
@@ -230,8 +280,9 @@ def probe(
 
     Returns
     -------
-    dict of str to float
-        Seconds: ``full``, ``lora``, ``topotuner``, ``prior`` per step of a Trainer, ``forward_per_token``.
+    tuple of dict and float
+        Seconds of one step of a Trainer: ``full``, ``lora``, ``topotuner``, ``prior``; and of the forward pass per
+        token.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -239,7 +290,8 @@ def probe(
     from ..tuner import TopoConfig
 
     model = load()
-    seconds = {"forward_per_token": time_forward(model, target_batches[0]) / target_batches[0]["input_ids"].numel()}
+    per_token = time_forward(model, target_batches[0]) / target_batches[0]["input_ids"].numel()
+    seconds = {}
     found = find_projections(model)
     attention = sorted({p.module for p in found})
     # Before the drift is known: v and o of every sixth layer from the first, a delta at every depth.
@@ -255,4 +307,4 @@ def probe(
         model = adapted.unload()
     model.requires_grad_(True)
     seconds["full"] = _TRAINER_FACTOR * time_steps(model, target_batches)
-    return seconds
+    return seconds, per_token

@@ -30,7 +30,7 @@ from .plan import FAST, FULL, Limits, Plan, Sizes, make_plan, probe
 
 BUDGET = 0.015
 MODEL_NAME = "SmolLM2-135M-Instruct"
-_PROBED_BATCHES = 3
+_PROBED_BATCHES = 2
 
 
 class DemoError(RuntimeError):
@@ -90,6 +90,7 @@ class _Demo:
         self.limits: Limits = FAST if fast else FULL
         self.stages = folder / "stages"
         self.left: dict[str, float] = {}
+        self.started = time.perf_counter()
         self._settle(restart)
 
     # The frame: stages, what is done, what is left
@@ -150,6 +151,7 @@ class _Demo:
         _quiet()
         self._load_model()
         plan = Plan.from_dict(self._stage("plan", "Timing a training step of each method", self._plan))
+        self.limits = plan.limits
         for sentence in plan.sentences():
             self.echo("  " + sentence)
         scoring = plan.step_seconds["scoring"]
@@ -222,20 +224,15 @@ class _Demo:
         def padded(batches: list[dict[str, Any]]) -> float:
             return statistics.mean(batch["input_ids"].shape[1] for batch in batches)
 
-        target = batches("sentiment", self.limits.target_batch)
-        prior = batches("math_word_problems", self.limits.prior_batch)
-        seconds = probe(self._new_model, target, prior)
-        per_token = seconds.pop("forward_per_token")
+        target = batches("sentiment", self.limits.target_batch // 2)
+        prior = batches("math_word_problems", self.limits.prior_batch // 2)
+        half_steps, per_token = probe(self._new_model, target, prior)
         text = self.tokenizer([row["text"] for row in self._held_out().text], padding=True)["input_ids"]
-        per_row = {"target": padded(target), "prior": padded(prior), "text": len(text[0])}
-        tokens = (
-            self.limits.test_rows * per_row["target"]
-            + self.limits.prior_test_rows * per_row["prior"]
-            + self.limits.text_rows * per_row["text"]
-        )
         # Padding is longer in a random batch than in scoring, which sorts by length.
-        seconds["scoring"] = 0.75 * tokens * per_token
-        return make_plan(seconds, self.limits).to_dict()
+        per_token *= 0.8
+        rest = self.limits.prior_test_rows * padded(prior) + self.limits.text_rows * len(text[0])
+        scoring = (per_token * padded(target), per_token * rest)
+        return make_plan(half_steps, scoring, self.limits, time.perf_counter() - self.started).to_dict()
 
     def _train(self, method, config, sizes, rows, epochs, callbacks=()):
         from .training import train

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .plan import Sizes
 
+# At most; fewer where an epoch is short, since the first epoch's drift is the yardstick of the stopping score.
 WARMUP_STEPS = 4
 MAX_LENGTH = 384
 
@@ -153,7 +154,7 @@ def train(
             per_device_train_batch_size=sizes.batch_size,
             learning_rate=learning_rate,
             lr_scheduler_type=schedule,
-            warmup_steps=WARMUP_STEPS,
+            warmup_steps=min(WARMUP_STEPS, max(1, sizes.steps_per_epoch // 3)),
             weight_decay=0.0,
             max_length=MAX_LENGTH,
             gradient_checkpointing=False,
