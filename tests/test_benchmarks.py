@@ -170,3 +170,15 @@ def test_the_report_says_what_the_cells_say(tmp_path, monkeypatch):
 def test_the_grids_in_the_repository_are_whole():
     for grid in sorted((HERE / "configs").glob("*.yaml")):
         assert load_grid(grid), grid
+
+
+def test_batches_by_length_pad_less_and_are_the_same_for_every_method_of_a_seed():
+    from benchmarks.finetune.work import order_by_length
+
+    rows = [{"prompt": "x" * n, "completion": " y"} for n in np.random.default_rng(0).permutation(64)]
+    ordered = order_by_length(rows, 8, 3)
+    assert sorted(map(str, ordered)) == sorted(map(str, rows))
+    lengths = np.array([len(row["prompt"]) for row in ordered]).reshape(8, 8)
+    assert (np.ptp(lengths, axis=1) == 7).all()
+    assert list(lengths[:, 0]) != sorted(lengths[:, 0])
+    assert order_by_length(rows, 8, 3) == ordered != order_by_length(rows, 8, 4)

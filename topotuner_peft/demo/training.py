@@ -108,6 +108,7 @@ def train(
     description: str,
     callbacks: Sequence[TrainerCallback] = (),
     schedule: str = "constant_with_warmup",
+    sampling: str = "random",
 ) -> Run:
     """Fine-tune a model on prompts and completions; the loss is on the completions.
 
@@ -135,11 +136,14 @@ def train(
         A `TopoDriftCallback` is attached, so that it logs through the trainer.
     schedule : str
         A name that ``lr_scheduler_type`` takes.
+    sampling : str
+        A name that ``train_sampling_strategy`` takes: ``"random"``, or ``"sequential"`` for the rows as they come.
 
     Returns
     -------
     Run
     """
+    import torch
     from datasets import Dataset
     from transformers import set_seed
     from trl import SFTConfig, SFTTrainer
@@ -159,7 +163,8 @@ def train(
             max_length=MAX_LENGTH,
             gradient_checkpointing=False,
             bf16=False,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
+            train_sampling_strategy=sampling,
             seed=seed,
             data_seed=seed,
             logging_strategy="epoch",
