@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 _SCORING_SHARE = 0.22
 # Share of the time that is left for training after scoring. The prior run happens once and the four methods share
 # the rest.
-_PRIOR_SHARE = 0.25
+_PRIOR_SHARE = 0.2
 # What the probe can't see: making models, building data sets, the diagrams, the report.
-_OVERHEAD_SECONDS = 75.0
+_OVERHEAD_SECONDS = 60.0
 # A Trainer's step against the probe's bare one: data loading, callbacks, a machine that warms up.
 _TRAINER_FACTOR = 1.15
 
@@ -91,8 +91,8 @@ FULL = Limits(
     prior_batch=4,
     test_rows=256,
     least_test_rows=128,
-    prior_test_rows=12,
-    text_rows=12,
+    prior_test_rows=8,
+    text_rows=8,
     least_steps=8,
     most_steps=60,
 )

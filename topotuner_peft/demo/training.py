@@ -158,7 +158,7 @@ def train(
             per_device_train_batch_size=sizes.batch_size,
             learning_rate=learning_rate,
             lr_scheduler_type=schedule,
-            warmup_steps=min(WARMUP_STEPS, max(1, sizes.steps_per_epoch // 3)),
+            warmup_steps=min(WARMUP_STEPS, max(1, sizes.steps_per_epoch // 5)),
             weight_decay=0.0,
             max_length=MAX_LENGTH,
             gradient_checkpointing=False,
