@@ -248,7 +248,6 @@ class DriftTable:
             "per row",
             "of total",
             "norm change",
-            "spectral",
         ]
         lines = [
             [
@@ -259,7 +258,6 @@ class DriftTable:
                 f"{row.per_point:.3g}",
                 f"{row.relative:.2%}",
                 "–" if row.relative_norm is None else f"{row.relative_norm:.2%}",
-                "–" if row.spectral_norm is None else f"{row.spectral_norm:.3g}",
             ]
             for row in ranked
         ]
@@ -668,9 +666,7 @@ class DiagramCache:
 
         values = weight.detach().cpu().contiguous()
         what = [DIAGRAM_VERSION, settings.metric, settings.precision, list(settings.dimensions)]
-        digest = hashlib.blake2b(
-            json.dumps([*what, str(values.dtype), list(values.shape)]).encode(), digest_size=20
-        )
+        digest = hashlib.blake2b(json.dumps([*what, str(values.dtype), list(values.shape)]).encode(), digest_size=20)
         digest.update(values.view(torch.uint8).numpy())
         return digest.hexdigest()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,6 +376,11 @@ class _Adapter(Source):
             base = open_source(config.base_model_name_or_path, selection)
         self.base = base
         self.projections = base.projections
+        recorded = getattr(config, "base_fingerprint", None)
+        if recorded is not None:
+            _warn_of_another_base(name, recorded, base)
+            # Checked; below, the tuner would see a base without its weights.
+            config.base_fingerprint = None
         kept = {p.module for p in base.projections if p.module.rpartition(".")[2] in (config.modules_to_save or ())}
         if kept:
             raise ValueError(
@@ -382,8 +388,12 @@ class _Adapter(Source):
                 "load it with PEFT and pass the model."
             )
         skeleton = _skeleton(base, name)
+        # PEFT moves an adapter to its base layer's device, which must not be meta: one zero, seen as a whole matrix.
+        zero = torch.zeros(())
+        for module in _projections.matrix_modules(skeleton).values():
+            module.weight = torch.nn.Parameter(zero.expand(module.weight.shape), requires_grad=False)
         # Only the adapter's own tensors come into memory.
-        model = PeftModel.from_pretrained(skeleton, path, low_cpu_mem_usage=True)
+        model = PeftModel.from_pretrained(skeleton, path, config=config, low_cpu_mem_usage=True)
         model.requires_grad_(False)
         self.modules = _projections.matrix_modules(model)
         paths = {projection.module for projection in self.projections}
@@ -420,6 +430,15 @@ class _Adapter(Source):
             return _projections.module_weight(partner, module, True)
         finally:
             layer.weight = empty
+
+
+def _warn_of_another_base(adapter: str, recorded: dict[str, Any], base: Source) -> None:
+    differences = _projections.fingerprint_differences(recorded, base.info["fingerprint"])
+    if differences:
+        warnings.warn(
+            f"The adapter {adapter!r} was trained on another base model than {base.name!r}: {'; '.join(differences)}.",
+            stacklevel=2,
+        )
 
 
 def _skeleton(base: Source, adapter: str) -> nn.Module:
