@@ -133,8 +133,8 @@ def test_models_that_do_not_fit_are_named():
         measured(base, tiny.build("qwen3"))
     with pytest.raises(TypeError, match="must be a PEFT model"):
         measured(base)
-    with pytest.raises(TypeError, match="read weights from a str"):
-        measured(base, "tuned")
+    with pytest.raises(TypeError, match="read weights from a int"):
+        measured(base, 3)
     with pytest.raises(ValueError, match="snapshot was taken with"):
         measured(take_snapshot(base), base, metric="euclidean")
     with pytest.raises(ValueError, match="lacks 0"):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from topotuner_peft import FreezingProfile, measure_drift
+from topotuner_peft import DriftTable, FreezingProfile, measure_drift
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -85,6 +86,19 @@ def test_the_python_blocks_run(tmp_path, tiny_tokenizer):
     assert (tmp_path / "drift.png").stat().st_size > 5000
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "me" / "my-profile" / "profile.json").is_file()
+    commands = [
+        line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line[:9] == "topotuner"
+    ]
+    assert commands
+    for command in commands:
+        arguments = shlex.split(command, comments=True)[1:]
+        done = subprocess.run(
+            [sys.executable, "-m", "topotuner_cli", *arguments],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "drift" in done.stdout
+    assert len(DriftTable.load(tmp_path / "drift.json")) == 24
 
 
 def test_the_commands_exist():

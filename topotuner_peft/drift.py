@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,7 @@ import numpy as np
 
 from . import projections as _projections
 from .projections import PROJECTIONS, Projection
+from .sources import Selection, Source, is_adapter, model_info, open_source
 from .topology import persistence, persistence_diagrams, wasserstein, wasserstein_distance
 from .versions import package_versions
 
@@ -22,7 +26,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    Weights = nn.Module | Mapping[str, torch.Tensor] | str | os.PathLike[str]
+
 SCHEMA = 1
+# Part of the cache's keys; to be raised when the diagrams of the same matrix change.
+DIAGRAM_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class MatrixDrift:
         Sum of the finite bars of the pretrained diagram in dimension 0: the mass that could have moved.
     relative_norm : float or None
         ‖W − W₀‖ / ‖W₀‖ in the Frobenius norm; a companion and control. None if the base weights were not kept.
+    spectral_norm : float or None
+        ‖W − W₀‖₂, the largest singular value of the change; likewise.
     scores : dict of str to float
         Other numbers to choose by, see `DriftTable.with_scores`.
     """
@@ -115,6 +125,7 @@ class MatrixDrift:
     drift: dict[int, float]
     total_persistence: float
     relative_norm: float | None = None
+    spectral_norm: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -268,7 +279,9 @@ class DriftTable:
                 **{f"drift_h{dimension}": value for dimension, value in row.drift.items()},
                 "per_point": row.per_point,
                 "total_persistence": row.total_persistence,
+                "relative": row.relative,
                 "relative_norm": row.relative_norm,
+                "spectral_norm": row.spectral_norm,
                 **row.scores,
             }
             for row in self.rows
@@ -366,21 +379,6 @@ class Snapshot:
     info: dict[str, Any]
 
 
-def model_info(model: nn.Module, found: Sequence[Projection]) -> dict[str, Any]:
-    """Return what a file says about the base model of a live one."""
-    config = getattr(model, "config", None)
-    inner = getattr(model, "base_model", model)
-    name = getattr(config, "_name_or_path", None) or getattr(inner, "name_or_path", None) or None
-    ids = [projection.id for projection in found]
-    return {
-        "name": name,
-        "revision": getattr(config, "_commit_hash", None),
-        "model_type": getattr(_projections.text_config(config), "model_type", None) if config is not None else None,
-        "parameters": _projections.count_parameters(model),
-        "fingerprint": _projections.fingerprint(model, ids),
-    }
-
-
 def select_matrices(found: Sequence[Projection], matrices: Iterable[str] | None) -> list[Projection]:
     """Return the projections of the given ids, or all of them for None.
 
@@ -454,9 +452,27 @@ def relative_norm(base: torch.Tensor, tuned: torch.Tensor) -> float:
     return change / norm if norm else math.inf if change else 0.0
 
 
+def spectral_norm(base: torch.Tensor, tuned: torch.Tensor) -> float:
+    """Return ‖tuned − base‖₂, the largest singular value of the change.
+
+    By Lanczos iteration (`scipy.sparse.linalg.svds`), to 10⁻⁶ relative; densely where a side is below 32.
+    """
+    from scipy.sparse.linalg import svds
+
+    change = (tuned.detach().double().to(base.device) - base.detach().double()).cpu().numpy()
+    if not change.any():
+        return 0.0
+    if min(change.shape) < 32:
+        return float(np.linalg.norm(change, 2))
+    scale = np.abs(change).max()
+    start = np.random.default_rng(0).standard_normal(min(change.shape))
+    change = (change / scale).astype(np.float32)
+    return float(scale * svds(change, k=1, tol=1e-6, v0=start, return_singular_vectors=False)[0])
+
+
 def measure_drift(
-    base: nn.Module | Snapshot,
-    tuned: nn.Module | Snapshot | None = None,
+    base: Weights | Snapshot,
+    tuned: Weights | Snapshot | None = None,
     *,
     metric: str = "cosine",
     dimensions: Sequence[int] = (0,),
@@ -467,6 +483,9 @@ def measure_drift(
     pattern: str | None = None,
     matrices: Iterable[str] | None = None,
     heads: bool = False,
+    config: Any = None,
+    n_jobs: int = 1,
+    cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DriftTable:
     """Measure how far the persistence diagram of each attention matrix moved.
@@ -478,11 +497,12 @@ def measure_drift(
 
     Parameters
     ----------
-    base : torch.nn.Module or Snapshot
-        The pretrained model. With ``tuned=None``, a PEFT model, whose base weights are compared with what it
-        computes with its active adapters.
-    tuned : torch.nn.Module or Snapshot, optional
-        The fine-tuned model; adapters count.
+    base : torch.nn.Module, mapping, str, path or Snapshot
+        The pretrained weights: a live model, a state dict, a folder of safetensors (sharded or not), a Hub id,
+        ``id@revision`` if need be, or a GGUF file. With ``tuned=None``, a PEFT model or an adapter's folder or Hub
+        id: the base weights are compared with what they become under the active adapters.
+    tuned : torch.nn.Module, mapping, str, path or Snapshot, optional
+        The fine-tuned weights, any of these; a PEFT adapter sits on ``base``.
     metric, dimensions, order, internal_p, precision
         See `DriftSettings`. If one side is a snapshot, its settings must be these.
     projections : sequence of str
@@ -494,12 +514,21 @@ def measure_drift(
     heads : bool
         Measure single heads instead of whole matrices, each by the cloud of its own rows (of o: all rows, in the
         head's columns), see `topotuner_peft.projections.split_heads`.
+    config : object or dict, optional
+        The model's configuration, for state dicts of models with fused q, k and v.
+    n_jobs : int
+        Threads that share the matrices; each holds a few matrices in memory. −1 for one per processor.
+    cache_dir : path, optional
+        Keep diagrams here by the content of the matrix, so that a second scan on the same base computes half as
+        much and an interrupted one goes on where it was.
     progress : bool
-        Show a progress bar on stderr.
+        Show a progress bar with the time left on stderr.
 
     Returns
     -------
     DriftTable
+        Under ``torchrun`` or ``accelerate launch``, with `torch.distributed` initialised, the ranks share the
+        matrices and each gets the whole table.
 
     Raises
     ------
@@ -509,42 +538,183 @@ def measure_drift(
     TypeError
         If a source is neither a model nor a snapshot.
     """
-    from tqdm.auto import tqdm
-
     settings = DriftSettings(metric, tuple(dimensions), order, internal_p, precision)
-    if tuned is None:
-        if not hasattr(base, "peft_config"):
-            raise TypeError(
-                "With one model, it must be a PEFT model: its base weights are compared with its tuned ones."
-            )
-        first = _Side(base, settings, projections, pattern, heads, effective=False)
-        second = _Side(base, settings, projections, pattern, heads, effective=True)
-    else:
-        first = _Side(base, settings, projections, pattern, heads, effective=True)
-        second = _Side(tuned, settings, projections, pattern, heads, effective=True)
+    selection = Selection(tuple(projections), pattern, heads)
+    before, after = open_pair(base, tuned, selection, config=config)
+    for side in (before, after):
+        if isinstance(side, Snapshot) and side.settings != settings:
+            raise ValueError(f"The snapshot was taken with {side.settings}, the drift is asked with {settings}.")
 
-    chosen = select_matrices(first.projections, matrices)
-    partners = _projections.match_ids([p.id for p in chosen], [p.id for p in second.projections])
+    pairs = _pair_up(before, after, matrices)
+    cache = DiagramCache(cache_dir) if cache_dir is not None else None
+
+    def measure(pair: tuple[Projection, Projection]) -> MatrixDrift:
+        first, second = pair
+        weights = _weight(before, first), _weight(after, second)
+        diagrams = [
+            _diagrams(side, projection, weight, settings, cache)
+            for side, projection, weight in zip((before, after), pair, weights, strict=True)
+        ]
+        norms = (None, None)
+        if weights[0] is not None and weights[1] is not None:
+            norms = relative_norm(*weights), spectral_norm(*weights)
+        return matrix_drift(first, settings, *diagrams, *norms)
+
+    rank, ranks = _rank()
+    rows = _in_parallel(measure, pairs[rank::ranks], n_jobs, progress and rank == 0)
+    if ranks > 1:
+        rows = _gather(rows, ranks, len(pairs))
+    return DriftTable(rows, settings, before.info, {"name": after.info["name"]})
+
+
+def open_pair(
+    base: Weights | Snapshot, tuned: Weights | Snapshot | None, selection: Selection, *, config: Any = None
+) -> tuple[Source | Snapshot, Source | Snapshot]:
+    """Return the two sides of a drift; an adapter sits on the base it is compared with."""
+    if tuned is None:
+        if hasattr(base, "peft_config"):
+            return (
+                open_source(base, selection, effective=False),
+                open_source(base, selection, effective=True),
+            )
+        if not is_adapter(base):
+            raise TypeError(
+                "With one model, it must be a PEFT model or an adapter: its base weights are compared with its tuned "
+                "ones."
+            )
+        adapted = open_source(base, selection)
+        return adapted.base, adapted
+    before = base if isinstance(base, Snapshot) else open_source(base, selection, config=config)
+    if isinstance(tuned, Snapshot):
+        return before, tuned
+    on = before if isinstance(before, Source) else None
+    return before, open_source(tuned, selection, base=on, config=config)
+
+
+def _pair_up(
+    before: Source | Snapshot, after: Source | Snapshot, matrices: Iterable[str] | None
+) -> list[tuple[Projection, Projection]]:
+    """Return the matrices to measure, each with its partner on the other side."""
+    chosen = select_matrices(before.projections, matrices)
+    by_id = {projection.id: projection for projection in after.projections}
+    partners = _projections.match_ids([p.id for p in chosen], by_id)
     missing = [name for name, partner in partners.items() if partner is None]
     if missing:
         raise ValueError(
             f"The tuned model lacks {len(missing)} of the base model's {len(chosen)} matrices, {missing[0]!r} among "
-            f"them; it has {_projections.summarise_names(p.id for p in second.projections)}."
+            f"them; it has {_projections.summarise_names(by_id)}."
         )
-    rows = []
-    for projection in tqdm(chosen, desc="Drift", unit="matrix", disable=not progress, leave=False):
-        partner = second.by_id[partners[projection.id]]
+    pairs = [(projection, by_id[partners[projection.id]]) for projection in chosen]
+    for projection, partner in pairs:
         if partner.shape != projection.shape:
             raise ValueError(
                 f"{projection.id!r} is {projection.shape} in the base model, {partner.shape} in the tuned."
             )
-        weights = first.weight(projection), second.weight(partner)
-        before = first.diagrams(projection, weights[0])
-        after = second.diagrams(partner, weights[1])
-        has_both = weights[0] is not None and weights[1] is not None
-        change = relative_norm(*weights) if has_both else None
-        rows.append(matrix_drift(projection, settings, before, after, change))
-    return DriftTable(rows, settings, first.info, {"name": second.info["name"]})
+    return pairs
+
+
+def _weight(side: Source | Snapshot, projection: Projection) -> torch.Tensor | None:
+    return None if isinstance(side, Snapshot) else side.weight(projection)
+
+
+def _diagrams(
+    side: Source | Snapshot,
+    projection: Projection,
+    weight: torch.Tensor | None,
+    settings: DriftSettings,
+    cache: DiagramCache | None,
+) -> list[np.ndarray]:
+    if isinstance(side, Snapshot):
+        return side.diagrams[projection.id]
+    if cache is None:
+        return settings.diagrams(weight, projection.id)
+    return cache.diagrams(settings, weight, projection.id)
+
+
+class DiagramCache:
+    """Diagrams on disk, found by the content of the matrix and the settings they were computed with.
+
+    Parameters
+    ----------
+    folder : path
+        Made when first written to. Files are safe to delete and to share between processes.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder).expanduser()
+
+    def diagrams(self, settings: DriftSettings, weight: torch.Tensor, name: str) -> list[np.ndarray]:
+        """Return the diagrams of a matrix, computed only if they are not there yet."""
+        from safetensors.numpy import load_file, save_file
+
+        path = self.folder / f"{self.key(settings, weight)}.safetensors"
+        if path.exists():
+            stored = load_file(path)
+            return [stored[str(dimension)] for dimension in settings.dimensions]
+        found = settings.diagrams(weight, name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all, also where two processes write the same one.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        save_file({str(d): np.ascontiguousarray(x) for d, x in zip(settings.dimensions, found, strict=True)}, partial)
+        partial.replace(path)
+        return found
+
+    @staticmethod
+    def key(settings: DriftSettings, weight: torch.Tensor) -> str:
+        """Return what a matrix's diagrams are called: a hash of its values, dtype, shape and the settings."""
+        import torch
+
+        values = weight.detach().cpu().contiguous()
+        what = [DIAGRAM_VERSION, settings.metric, settings.precision, list(settings.dimensions)]
+        digest = hashlib.blake2b(json.dumps([*what, str(values.dtype), list(values.shape)]).encode(), digest_size=20)
+        digest.update(values.view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def _in_parallel(
+    measure: Callable[[Any], MatrixDrift], pairs: Sequence[Any], n_jobs: int, progress: bool
+) -> list[MatrixDrift]:
+    """Return ``measure`` of each pair, in order; the first error ends it."""
+    from tqdm.auto import tqdm
+
+    if n_jobs == 0 or n_jobs < -1:
+        raise ValueError(f"n_jobs={n_jobs} must be a positive number of threads, or -1 for one per processor.")
+    workers = min(os.cpu_count() or 1, max(len(pairs), 1)) if n_jobs == -1 else n_jobs
+    with tqdm(total=len(pairs), desc="Drift", unit="matrix", disable=not progress, leave=False) as bar:
+        if workers == 1:
+            rows = []
+            for pair in pairs:
+                rows.append(measure(pair))
+                bar.update()
+            return rows
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(measure, pair) for pair in pairs]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            return [future.result() for future in futures]
+
+
+def _rank() -> tuple[int, int]:
+    """Return this process's rank and how many there are."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _gather(rows: list[MatrixDrift], ranks: int, total: int) -> list[MatrixDrift]:
+    """Return the rows of all ranks, in the order of the matrices, which the ranks took in turn."""
+    import torch.distributed as dist
+
+    parts: list[list[MatrixDrift]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(parts, rows)
+    return [parts[index % ranks][index // ranks] for index in range(total)]
 
 
 def matrix_drift(
@@ -553,6 +723,7 @@ def matrix_drift(
     before: Sequence[np.ndarray],
     after: Sequence[np.ndarray],
     relative_norm: float | None = None,
+    spectral_norm: float | None = None,
 ) -> MatrixDrift:
     """Return the drift between two lists of diagrams of one matrix."""
     bars = before[0]
@@ -565,39 +736,5 @@ def matrix_drift(
         drift=settings.distances(before, after),
         total_persistence=float((bars[finite, 1] - bars[finite, 0]).sum()),
         relative_norm=relative_norm,
+        spectral_norm=spectral_norm,
     )
-
-
-class _Side:
-    """One of the two sets of weights that a drift compares."""
-
-    def __init__(self, source, settings, projections, pattern, heads, *, effective):
-        from torch import nn
-
-        self.settings = settings
-        self.effective = effective
-        if isinstance(source, Snapshot):
-            if source.settings != settings:
-                raise ValueError(f"The snapshot was taken with {source.settings}, the drift is asked with {settings}.")
-            self.snapshot, self.modules = source, {}
-            self.projections, self.info = source.projections, source.info
-        elif isinstance(source, nn.Module):
-            self.snapshot = None
-            self.projections = _projections.find_projections(
-                source, projections=projections, pattern=pattern, heads=heads
-            )
-            self.modules = _projections.matrix_modules(source)
-            self.info = model_info(source, self.projections)
-        else:
-            raise TypeError(f"Can't read weights from a {type(source).__name__}; expected a model or a Snapshot.")
-        self.by_id = {projection.id: projection for projection in self.projections}
-
-    def weight(self, projection: Projection) -> torch.Tensor | None:
-        if self.snapshot is not None:
-            return None
-        return _projections.read_weight(self.modules[projection.module], projection, effective=self.effective)
-
-    def diagrams(self, projection: Projection, weight: torch.Tensor | None) -> list[np.ndarray]:
-        if self.snapshot is not None:
-            return self.snapshot.diagrams[projection.id]
-        return self.settings.diagrams(weight, projection.id)

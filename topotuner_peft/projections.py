@@ -9,9 +9,10 @@ k or v matrix, or its columns of an o matrix, are a matrix of their own: ``model
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +194,7 @@ def _kind(path: str) -> tuple[str, ...] | None:
     return None
 
 
-def _field(config: Any, *names: str) -> Any:
+def config_field(config: Any, *names: str) -> Any:
     """Return the first of some fields that a model configuration (object or dict) has and that is not None."""
     for name in names:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -204,23 +205,23 @@ def _field(config: Any, *names: str) -> Any:
 
 def text_config(config: Any) -> Any:
     """Return the language model's part of a configuration."""
-    return _field(config, "text_config") or config
+    return config_field(config, "text_config") or config
 
 
 def _head_counts(config: Any) -> tuple[int | None, int | None]:
     """Return how many query heads and key-value heads a configuration speaks of; None where it does not."""
     config = text_config(config) if config is not None else None
-    heads = _field(config, "num_attention_heads", "n_head") if config is not None else None
+    heads = config_field(config, "num_attention_heads", "n_head") if config is not None else None
     if not heads:
         return None, None
-    kv_heads = _field(config, "num_key_value_heads", "num_kv_heads") or heads
-    if _field(config, "model_type") == "falcon":
+    kv_heads = config_field(config, "num_key_value_heads", "num_kv_heads") or heads
+    if config_field(config, "model_type") == "falcon":
         # Falcon's num_kv_heads only counts where the new decoder architecture or multi-query attention is on
         # (modeling_falcon.py, _split_heads).
-        if _field(config, "new_decoder_architecture"):
-            kv_heads = _field(config, "num_kv_heads") or heads
+        if config_field(config, "new_decoder_architecture"):
+            kv_heads = config_field(config, "num_kv_heads") or heads
         else:
-            kv_heads = 1 if _field(config, "multi_query") else heads
+            kv_heads = 1 if config_field(config, "multi_query") else heads
     return heads, kv_heads
 
 
@@ -308,7 +309,7 @@ def _ranges(kind: str, path: str, out_features: int, config: Any) -> tuple[tuple
             "heads it has. Pass a transformers model, or select whole modules with `target_modules`."
         )
     config = text_config(config)
-    head_dim = _field(config, "head_dim") or out_features // (heads + 2 * kv_heads)
+    head_dim = config_field(config, "head_dim") or out_features // (heads + 2 * kv_heads)
     if (heads + 2 * kv_heads) * head_dim != out_features:
         raise ValueError(
             f"{path!r} has {out_features} output features, which {heads} query heads and {kv_heads} key-value "
@@ -501,8 +502,14 @@ def find_projections(
     )
 
 
-def _module_weight(path: str, module: nn.Module, effective: bool) -> torch.Tensor:
-    """Return the weight a module computes with (or its base weight), as the module stores it."""
+def module_weight(path: str, module: nn.Module, effective: bool) -> torch.Tensor:
+    """Return the weight a module computes with (or its base weight), as the module stores it.
+
+    Raises
+    ------
+    ValueError
+        If the weight is off-loaded or sharded, or the base weight has been merged away.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.quantization_utils import resolve_quantization_backend
 
@@ -513,10 +520,10 @@ def _module_weight(path: str, module: nn.Module, effective: bool) -> torch.Tenso
             "it is off-loaded or sharded. Load the model without off-loading, or measure saved checkpoints."
         )
     adapted = isinstance(module, BaseTunerLayer)
+    backend = resolve_quantization_backend(base)
     if adapted:
         weight = module.get_base_weight()
     else:
-        backend = resolve_quantization_backend(base)
         weight = base.weight.detach() if backend is None else backend.get_base_weight(base)
     if not adapted:
         return weight
@@ -531,13 +538,36 @@ def _module_weight(path: str, module: nn.Module, effective: bool) -> torch.Tenso
         return original
     if module.disable_adapters:
         return weight
-    for name in module.active_adapters:
-        if name in module.merged_adapters or name not in module._get_available_adapters():
-            continue
+    available = module._get_available_adapters()
+    names = [name for name in module.active_adapters if name in available and name not in module.merged_adapters]
+    if not all(_adds_its_delta(module, name) for name in names):
+        if backend is not None:
+            raise ValueError(
+                f"The adapter of {path!r} does not only add to the weight, and the weight is quantised; "
+                "merge the adapter and measure the merged model."
+            )
+        return _merged(module, names)
+    for name in names:
         # In float32 at least: added in bfloat16, small deltas would round away.
         delta = module.get_delta_weight(name)
         weight = weight.float() + delta.detach().to(weight.device).float()
     return weight
+
+
+def _adds_its_delta(module: nn.Module, adapter: str) -> bool:
+    """Tell whether an adapted weight is the base's plus `get_delta_weight`: ours and plain LoRA, but not DoRA."""
+    from peft.tuners.lora import LoraLayer
+
+    from .tuner.layer import TopoLayer
+
+    return isinstance(module, TopoLayer) or (isinstance(module, LoraLayer) and adapter not in module.lora_variant)
+
+
+def _merged(module: nn.Module, adapters: list[str]) -> torch.Tensor:
+    """Return the weight that PEFT's own merge of a copy gives, in float32."""
+    copied = copy.deepcopy(module).float()
+    copied.merge(safe_merge=True, adapter_names=adapters)
+    return base_layer(copied).weight.detach()
 
 
 def read_weight(module: nn.Module, projection: Projection, *, effective: bool = True) -> torch.Tensor:
@@ -563,7 +593,7 @@ def read_weight(module: nn.Module, projection: Projection, *, effective: bool = 
     ValueError
         If the weight is off-loaded or sharded, or the base weight has been merged away.
     """
-    return take_matrix(_module_weight(projection.module, module, effective), projection)
+    return take_matrix(module_weight(projection.module, module, effective), projection)
 
 
 def take_matrix(weight: torch.Tensor, projection: Projection) -> torch.Tensor:
@@ -622,24 +652,48 @@ def fingerprint(model: nn.Module, matrix_ids: Sequence[str]) -> dict[str, Any]:
     """
     from peft.utils.quantization_utils import resolve_quantization_backend
 
-    config = text_config(getattr(model, "config", None))
     modules = matrix_modules(model)
-    paths = sorted({split_id(matrix_id)[0] for matrix_id in matrix_ids} & modules.keys())
-    step = max(1, math.ceil(len(paths) / 8))
-    sample: list[Any] | None = []
-    for path in paths[::step]:
+
+    def read(path: str) -> torch.Tensor | None:
         base = base_layer(modules[path])
         in_memory = not base.weight.is_meta and base.weight.numel() > 0 and base.weight.is_floating_point()
         if not in_memory or resolve_quantization_backend(base) is not None:
+            return None
+        weight = getattr(modules[path], "unmerged_weight", None)
+        return base.weight if weight is None else weight
+
+    known = [matrix_id for matrix_id in matrix_ids if split_id(matrix_id)[0] in modules]
+    return fingerprint_of(getattr(model, "config", None), known, read)
+
+
+def fingerprint_of(
+    config: Any, matrix_ids: Sequence[str], read: Callable[[str], torch.Tensor | None] | None
+) -> dict[str, Any]:
+    """Return the `fingerprint` of weights that a function reads.
+
+    Parameters
+    ----------
+    config : object, dict or None
+        The model's configuration.
+    matrix_ids : sequence of str
+    read : callable, optional
+        Module path → its weight as stored, or None where there are no exact values to read.
+    """
+    config = text_config(config) if config is not None else None
+    paths = sorted({split_id(matrix_id)[0] for matrix_id in matrix_ids})
+    step = max(1, math.ceil(len(paths) / 8))
+    sample: list[Any] | None = [] if read is not None else None
+    for path in paths[::step] if read is not None else ():
+        weight = read(path)
+        if weight is None:
             sample = None
             break
-        weight = getattr(modules[path], "unmerged_weight", None)
-        flat = (base.weight if weight is None else weight).detach().reshape(-1)
+        flat = weight.detach().reshape(-1)
         positions = [int(flat.numel() * share) for share in (0.11, 0.37, 0.61, 0.83)]
         sample.append([path, [float(f"{flat[position].item():.4g}") for position in positions]])
     return {
-        "model_type": _field(config, "model_type") if config is not None else None,
-        "layers": _field(config, "num_hidden_layers", "n_layer", "num_layers") if config is not None else None,
+        "model_type": config_field(config, "model_type") if config is not None else None,
+        "layers": config_field(config, "num_hidden_layers", "n_layer", "num_layers") if config is not None else None,
         "sample": sample,
     }
 
